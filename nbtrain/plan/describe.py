@@ -1,0 +1,95 @@
+"""A plan in words: what is sharded, what is replicated, what moves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbtrain.plan.footprint import elements_moved, format_bytes, gathered_bytes, model_states
+
+if TYPE_CHECKING:
+    from nbtrain.plan.plan import Plan
+
+
+def describe(plan: Plan, num_parameters: int | None) -> str:
+    """A few lines of text; bytes and elements when the plan is resolved and ``num_parameters`` is known."""
+    lines = [_title(plan), *_states(plan), _traffic(plan)]
+    if plan.precision != "fp32":
+        lines.append(
+            f"  precision        {plan.precision} compute; weights, reductions, optimizer state fp32"
+        )
+    lines += _model_parallel(plan)
+    if num_parameters is not None and _is_resolved(plan):
+        lines += _amounts(plan, num_parameters)
+    return "\n".join(lines)
+
+
+def _is_resolved(plan: Plan) -> bool:
+    return -1 not in plan.degrees.values()
+
+
+def _degree(degree: int) -> str:
+    return "all" if degree == -1 else str(degree)
+
+
+def _title(plan: Plan) -> str:
+    mesh = " x ".join(f"{axis}={_degree(degree)}" for axis, degree in plan.degrees.items() if degree != 1)
+    ranks = f"{plan.world_size} rank{'s' * (plan.world_size != 1)}" if _is_resolved(plan) else "all ranks"
+    return f"{plan!r} on {ranks}" + (f": {mesh}" if mesh else "")
+
+
+def _states(plan: Plan) -> list[str]:
+    held = {3: "parameters", 2: "gradients", 1: "optimizer state"}
+    return [f"  {name:<16} {_placement(plan, stage)}" for stage, name in held.items()]
+
+
+def _placement(plan: Plan, stage: int) -> str:
+    """Where the states that ZeRO shards from ``stage`` on live."""
+    # ZeRO-2 runs as FSDP that does not reshard after forward: between steps its parameters are sharded
+    shards_from = 2 if stage == 3 else stage
+    if plan.zero < shards_from or plan.dp_shard == 1:
+        return "replicated: a whole copy on each rank"
+    sharded = f"sharded over {_degree(plan.dp_shard)} ranks"
+    if plan.dp_replicate != 1:
+        sharded += f", {_degree(plan.dp_replicate)} replicas"
+    if stage < 3:
+        return sharded
+    moment = "for each block's forward and backward" if plan.zero == 3 else "from forward to backward"
+    return f"{sharded}; whole {moment}"
+
+
+def _traffic(plan: Plan) -> str:
+    name = "  moved each step  "
+    if plan.dp_shard == 1 and plan.dp_replicate == 1:
+        return f"{name}nothing"
+    if plan.zero == 0 or plan.dp_shard == 1:
+        return f"{name}an all-reduce of the gradients (2P elements)"
+    gathers = (
+        "two all-gathers of the parameters (2P)" if plan.zero == 3 else "an all-gather of the parameters (P)"
+    )
+    moved = f"{name}{gathers}, a reduce-scatter of the gradients (P)"
+    return moved + (", an all-reduce of its shards across replicas" if plan.dp_replicate != 1 else "")
+
+
+def _model_parallel(plan: Plan) -> list[str]:
+    lines = []
+    if plan.tp > 1:
+        sequence = ", activations sharded by sequence between them" if plan.sequence_parallel else ""
+        lines.append(f"  tensor parallel  layers split over {plan.tp} ranks{sequence}")
+    if plan.pp > 1:
+        lines.append(f"  pipeline         {plan.pp} ranks, schedule {plan.schedule}")
+    return lines
+
+
+def _amounts(plan: Plan, num_parameters: int) -> list[str]:
+    states = model_states(plan, num_parameters)
+    gathered = gathered_bytes(plan, num_parameters)
+    parts = [
+        f"{format_bytes(states.parameters_bytes)} parameters",
+        f"{format_bytes(states.gradients_bytes)} gradients",
+        f"{format_bytes(states.optimizer_bytes)} Adam state",
+    ]
+    during = f" (+ {format_bytes(gathered)} gathered in a step)" if gathered else ""
+    return [
+        f"  a rank holds     {' + '.join(parts)} = {format_bytes(states.total_bytes)}{during}",
+        f"  a rank sends     about {elements_moved(plan, num_parameters):,.0f} elements a step",
+    ]
