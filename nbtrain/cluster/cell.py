@@ -1,0 +1,206 @@
+"""One cell on some ranks: who still runs it, what each rank answered, and a handle for one that does not block."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from nbtrain.cluster.failures import Failure, group, ranks_text, render, summary
+from nbtrain.cluster.output import CellOutput, Publisher
+from nbtrain.errors import CellError, RankDiedError
+
+FOLLOW_S = 1.0  # between two states of a handle that is shown
+POLL_S = 0.5  # Windows cannot interrupt a wait without a timeout
+
+
+class Cell:
+    """The state of one cell. The client's IO thread feeds it, the notebook's thread waits for it."""
+
+    def __init__(self, ranks: Sequence[int], output: CellOutput, publisher: Publisher, name: str = "") -> None:
+        self.ranks = list(ranks)
+        self.output = output
+        self.name = name
+        self.started = time.monotonic()
+        self.ended: float | None = None
+        self.failures: dict[int, Failure] = {}
+        self.deaths: dict[int, str] = {}
+        self.requests: dict[int, str] = {}
+        self._replied: set[int] = set()
+        self._idle: set[int] = set()
+        self._publisher = publisher
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[Cell], None]] = []
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that have not finished."""
+        with self._lock:
+            return [r for r in self.ranks if not (r in self.deaths or (r in self._replied and r in self._idle))]
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or time.monotonic()) - self.started
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until every rank has finished; False after ``timeout`` seconds. Ctrl-C ends the wait."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._done.is_set():
+            left = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            self._done.wait(left)
+        return True
+
+    def when_done(self, callback: Callable[[Cell], None]) -> None:
+        """Call back when every rank has finished, from another thread; at once if they have."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def error(self) -> Exception | None:
+        """What the notebook raises: the first death, else the errors of the ranks, else nothing."""
+        if self.deaths:
+            return self._death()
+        if not self.failures:
+            return None
+        groups = group(self.failures)
+        return CellError(summary(groups), groups, render(groups))
+
+    def on_output(self, rank: int, kind: str, content: dict[str, Any]) -> None:
+        self.output.feed(rank, kind, content)
+        self._publisher.touch(self.output)
+
+    def on_reply(self, rank: int, content: dict[str, Any]) -> None:
+        if content["status"] != "ok":
+            self.failures[rank] = content.get("nbtrain", {}).get("failure") or _bare(content)
+        self._advance(self._replied, rank)
+
+    def on_idle(self, rank: int) -> None:
+        self._advance(self._idle, rank)
+
+    def on_death(self, rank: int, how: str) -> None:
+        with self._lock:
+            if rank in self._replied and rank in self._idle:
+                return  # it had finished this cell
+            self.deaths[rank] = how
+        self._finish(rank)
+
+    def _advance(self, stage: set[int], rank: int) -> None:
+        with self._lock:
+            stage.add(rank)
+            finished = rank in self._replied and rank in self._idle
+        if finished:
+            self._finish(rank)
+
+    def _finish(self, rank: int) -> None:
+        self.output.finish(rank)
+        self._publisher.touch(self.output)
+        if self.running:
+            return
+        with self._lock:
+            if self._done.is_set():
+                return
+            self.ended = time.monotonic()
+            callbacks, self._callbacks = self._callbacks, []
+            self._done.set()
+        for callback in callbacks:
+            callback(self)
+
+    def _death(self) -> RankDiedError:
+        how = "; ".join(f"rank {rank} died ({text})" for rank, text in sorted(self.deaths.items()))
+        others = [rank for rank in self.ranks if rank not in self.deaths]
+        kept = f" {ranks_text(others).capitalize()} kept their state." if others else ""
+        return RankDiedError(f"{how} while it ran this cell.{kept} Type %distributed restart to start again")
+
+
+class Handle:
+    """A cell that runs while the notebook goes on: ``%%distributed --no-block``.
+
+    Await it, `wait` for it, ask for its `result`, or `interrupt` it.
+    """
+
+    def __init__(self, cell: Cell, interrupt: Callable[[], None], values: Callable[[], list[Any]]) -> None:
+        self._cell = cell
+        self._interrupt = interrupt
+        self._values = values
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has finished."""
+        return self._cell.done
+
+    @property
+    def progress(self) -> str:
+        """The state of the progress bar that the cell shows, from the slowest rank; empty without one."""
+        return self._cell.output.last_bar.strip()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait at most ``timeout`` seconds; whether the cell has finished. Raises its error."""
+        finished = self._cell.wait(timeout)
+        if finished:
+            self._cell.output.publish(final=True)
+            self._raise()
+        return finished
+
+    join = wait
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """The last expression's values by rank, as ``-o`` gives them.
+
+        Raises:
+            TimeoutError: the cell still runs after ``timeout`` seconds.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"{self!r} still runs; type .interrupt() to end it")
+        return self._values()
+
+    def interrupt(self) -> None:
+        """Interrupt the ranks that still run the cell."""
+        self._interrupt()
+
+    def follow(self, show: Callable[[], None]) -> None:
+        """Call ``show`` each second while the cell runs and once when it has ended, from another thread."""
+
+        def watch() -> None:
+            while not self._cell.wait(FOLLOW_S):
+                show()
+            self._cell.output.publish(final=True)
+            show()
+
+        threading.Thread(target=watch, name="nbtrain-handle", daemon=True).start()
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        import asyncio
+
+        return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
+
+    def _raise(self) -> None:
+        error = self._cell.error()
+        if error is not None:
+            raise error
+
+    def __repr__(self) -> str:
+        name = f" {self._cell.name!r}" if self._cell.name else ""
+        return f"<cell{name} on {ranks_text(self._cell.ranks)}: {self._state()}>"
+
+    def _state(self) -> str:
+        spent = f"{self._cell.seconds:.1f} s"
+        if not self.done:
+            bar = f", {self.progress}" if self.progress else ""
+            return f"{ranks_text(self._cell.running)} running for {spent}{bar}"
+        return f"failed after {spent}" if self._cell.error() else f"done in {spent}"
+
+
+def _bare(content: dict[str, Any]) -> Failure:
+    """A failure from a reply without our description: the request never reached the cell."""
+    link = {"ename": content.get("ename", "Aborted"), "evalue": content.get("evalue", content["status"]), "frames": []}
+    return {"time": time.time(), "consequence": False, "chain": [link]}

@@ -1,0 +1,165 @@
+"""The session's connection to its ranks: ipyparallel's client, with cells that are never skipped in silence.
+
+Differences from the client that it extends: a cell is sent with ``stop_on_error`` off, because an engine otherwise
+aborts what is queued behind an error and ipyparallel reports nothing; output goes to a listener as it comes, also after
+the cell's reply; and no message is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import ipyparallel as ipp
+from ipyparallel.client.client import unpack_message
+from ipyparallel.serialize import deserialize_object, serialize_object
+
+log = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Hears what happens to one cell. Called on the client's IO thread."""
+
+    def on_output(self, rank: int, kind: str, content: dict[str, Any]) -> None: ...
+
+    def on_reply(self, rank: int, content: dict[str, Any]) -> None: ...
+
+    def on_idle(self, rank: int) -> None: ...
+
+
+class CallFailed(Exception):
+    """A function that was called on a rank raised; ``failure`` is its description as data."""
+
+    def __init__(self, rank: int, failure: dict[str, Any]) -> None:
+        last = failure["chain"][-1]
+        super().__init__(f"{last['ename']} on rank {rank}: {last['evalue']}")
+        self.rank = rank
+        self.failure = failure
+        self.message: str = last["evalue"]
+        self.kind: str = last["ename"]
+
+
+class RankClient(ipp.Client):
+    """Sends cells and calls to ranks. Engine id equals rank."""
+
+    def __init__(self, connection_info: dict[str, Any], **kwargs: Any) -> None:
+        self._listeners: dict[str, tuple[int, Listener]] = {}
+        self._calls: dict[str, tuple[int, Future[Any]]] = {}
+        super().__init__(connection_info, **kwargs)
+        self._queue_handlers["execute_reply"] = self._on_execute_reply
+        self._queue_handlers["nbtrain_reply"] = self._on_call_reply
+
+    def activate(self, *_: Any, **__: Any) -> None:
+        """Leave ``%px`` alone: the user may have a cluster of their own."""
+
+    def execute(self, rank: int, code: str, listener: Listener, label: str = "", offset: int = 0) -> str:
+        """Run ``code`` as a cell on ``rank``; returns the request's id.
+
+        ``label`` is the notebook's name for the cell and ``offset`` the number of its lines before ``code``.
+        """
+        content = {
+            "code": code,
+            "silent": False,
+            "store_history": False,
+            "user_expressions": {},
+            "allow_stdin": False,
+            "stop_on_error": False,
+        }
+        metadata = {"nbtrain": {"label": label, "offset": offset}}
+        message = self.session.msg("execute_request", content=content, metadata=metadata)
+        identity = message["header"]["msg_id"]
+        self._listeners[identity] = (rank, listener)
+        self._post(self._mux_socket, message, rank)
+        return identity
+
+    def call(self, rank: int, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call ``nbtrain.engine.calls.<name>`` on ``rank``, behind the cells that it runs.
+
+        The future raises `CallFailed` if the function raises.
+        """
+        buffers = serialize_object((args, kwargs), self.session.buffer_threshold, self.session.item_threshold)
+        message = self.session.msg("nbtrain_call", content={"name": name})
+        answer: Future[Any] = Future()
+        self._calls[message["header"]["msg_id"]] = (rank, answer)
+        self._post(self._mux_socket, message, rank, buffers)
+        return answer
+
+    def ask(self, rank: int, name: str, **args: Any) -> Future[Any]:
+        """Ask the rank's control thread, which answers while a cell runs."""
+        answer: Future[Any] = Future()
+
+        def settle(reply: Any) -> None:
+            content = reply.result()["content"]
+            if content["status"] == "ok":
+                answer.set_result(content["value"])
+            else:
+                answer.set_exception(RuntimeError(f"rank {rank}: {content['message']}"))
+
+        sent = self._send(
+            self._control_socket,
+            "nbtrain_request",
+            content={"name": name, "args": args},
+            ident=self._identity(rank),
+        )
+        sent.add_done_callback(settle)
+        return answer
+
+    def on_membership(self, callback: Callable[[dict[str, Any]], None]) -> None:
+        """Call back, on the IO thread, whenever a rank registers or unregisters."""
+        self._registration_callbacks.append(callback)
+
+    def abandon(self, rank: int, reason: str) -> None:
+        """Nothing more will come from ``rank``: fail its calls. The cells' owner settles its cells."""
+        for identity, (owner, answer) in list(self._calls.items()):
+            if owner == rank and self._calls.pop(identity, None) and not answer.done():
+                answer.set_exception(ConnectionError(reason))
+        for identity, (owner, _) in list(self._listeners.items()):
+            if owner == rank:
+                self._listeners.pop(identity, None)
+
+    def forget(self, identity: str) -> None:
+        """No longer route what comes late for a cell."""
+        self._listeners.pop(identity, None)
+
+    def _identity(self, rank: int) -> bytes:
+        return self._engines[rank].encode()  # type: ignore[no-any-return]
+
+    def _post(self, socket: Any, message: dict[str, Any], rank: int, buffers: Any = None) -> None:
+        if self._closed:
+            raise OSError("the session's connections are closed")
+        self._io_loop.add_callback(
+            lambda: self.session.send(socket, message, ident=self._identity(rank), buffers=buffers)
+        )
+
+    def _on_execute_reply(self, message: dict[str, Any]) -> None:
+        entry = self._listeners.get(message["parent_header"].get("msg_id"))
+        if entry is not None:
+            entry[1].on_reply(entry[0], message["content"])
+
+    def _on_call_reply(self, message: dict[str, Any]) -> None:
+        rank, answer = self._calls.pop(message["parent_header"]["msg_id"], (-1, None))
+        if answer is None or answer.done():
+            return
+        content = message["content"]
+        if content["status"] == "error":
+            answer.set_exception(CallFailed(rank, content["failure"]))
+            return
+        try:
+            answer.set_result(deserialize_object(message["buffers"])[0])
+        except Exception as problem:  # a class's own unpickling may raise anything
+            answer.set_exception(problem)
+
+    @unpack_message
+    def _dispatch_iopub(self, message: dict[str, Any]) -> None:
+        kind = message["header"]["msg_type"]
+        entry = self._listeners.get(message["parent_header"].get("msg_id"))
+        if entry is None:
+            return
+        rank, listener = entry
+        if kind == "status":
+            if message["content"]["execution_state"] == "idle":
+                listener.on_idle(rank)
+        else:
+            listener.on_output(rank, kind, message["content"])

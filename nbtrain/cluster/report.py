@@ -1,0 +1,85 @@
+"""Small tables for a person, as text in a terminal and as HTML in a notebook."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.getipython import get_ipython
+from IPython.display import display
+
+
+@dataclass(frozen=True)
+class Table:
+    """``rows`` under ``columns``, behind a headline. Columns without any value are left away."""
+
+    headline: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def __repr__(self) -> str:
+        if not self.rows:
+            return self.headline
+        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in self._with_header()]
+        return "\n".join([self.headline, *(line.rstrip() for line in lines)])
+
+    def _with_header(self) -> list[tuple[str, ...]]:
+        return [self.columns, *self.rows]
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th style='text-align:left'>{html.escape(name)}</th>" for name in self.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self.rows
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
+        return f"<div>{html.escape(self.headline)}</div>{table}"
+
+    def show(self) -> None:
+        """Display it in the notebook, or print it."""
+        if get_ipython() is None:
+            print(repr(self))
+        else:
+            display(self)
+
+
+class Status(Table):
+    """The ranks of a session."""
+
+    def __init__(self, headline: str, rows: list[dict[str, str]]) -> None:
+        columns = tuple(name for name in (rows[0] if rows else {}) if any(row[name] for row in rows))
+        super().__init__(headline, columns, [tuple(row[name] for name in columns) for row in rows])
+
+
+class Holdings(Table):
+    """What each rank holds of the modules that were just parallelized; ``holdings`` is by rank, then by name."""
+
+    def __init__(self, holdings: dict[int, dict[str, dict[str, Any]]]) -> None:
+        rows = [
+            (name, str(rank), *(_text(key, value) for key, value in held.items()))
+            for rank, by_name in holdings.items()
+            for name, held in by_name.items()
+        ]
+        first = next(iter(next(iter(holdings.values())).values()))
+        super().__init__("What each rank holds:", ("module", "rank", *(_title(key) for key in first)), sorted(rows))
+
+
+def size(count: float) -> str:
+    """Bytes for a person."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def _title(key: str) -> str:
+    return key.removesuffix("_bytes").removeprefix("num_").replace("_", " ")
+
+
+def _text(key: str, value: Any) -> str:
+    if key.endswith("_bytes"):
+        return size(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,5 @@
+import sys
+
+from nbtrain.engine.app import run
+
+run(sys.argv[1:])

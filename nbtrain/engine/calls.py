@@ -1,0 +1,84 @@
+"""What the notebook calls on a rank by name: each function gets the rank's namespace first and returns plain data.
+
+The notebook's side names these as strings (`nbtrain.cluster.session`), so that it need not import torch; a test
+resolves every name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from IPython.core.getipython import get_ipython
+
+from nbtrain.engine import groups
+from nbtrain.engine.values import portable
+from nbtrain.errors import UsageError, nearest
+from nbtrain.parallel.mesh import build_mesh
+from nbtrain.plan import Plan
+
+
+def join(ns: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """See `nbtrain.engine.groups.join`."""
+    return groups.join(ns, **options)
+
+
+def push(ns: dict[str, Any], names: dict[str, Any]) -> None:
+    """Bind ``names`` in the rank's namespace."""
+    ns.update(names)
+
+
+def pull(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """The values of ``names`` as data that a process without torch can hold.
+
+    Raises:
+        UsageError: a name that the rank does not have.
+    """
+    missing = [name for name in names if name not in ns]
+    if missing:
+        visible = [name for name in ns if not name.startswith("_")]
+        raise UsageError(f"no {missing[0]!r} on the rank; {nearest(missing[0], visible)}")
+    return {name: portable(ns[name]) for name in names}
+
+
+def take_result(ns: dict[str, Any]) -> Any:
+    """The value of the last cell's last expression; it is let go, so that a result holds no memory."""
+    kernel = _kernel()
+    value, kernel.last_result = kernel.last_result, None
+    return portable(value)
+
+
+def bind_plan(ns: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Bind ``plan`` and its mesh."""
+    ns["plan"] = Plan.from_dict(plan)
+    ns["mesh"] = build_mesh(ns["plan"], ns["device"].type)
+
+
+def parallelize_names(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Replace each named module by its parallel form and say what this rank holds of it.
+
+    Raises:
+        UsageError: a name that is not bound, or not to a module.
+    """
+    from nbtrain.parallel.parallelize import holdings, parallelize
+
+    plan = ns.get("plan", Plan())
+    for name in names:
+        if not isinstance(ns.get(name), torch.nn.Module):
+            modules = [key for key, value in ns.items() if isinstance(value, torch.nn.Module)]
+            given = type(ns[name]).__name__ if name in ns else "not defined"
+            raise UsageError(f"--parallelize {name}: it is {given}; {nearest(name, modules or ['a name of a module'])}")
+    for name in names:
+        ns[name] = parallelize(ns[name], plan)
+    return {name: holdings(ns[name]) for name in names}
+
+
+def leave(ns: dict[str, Any]) -> None:
+    """Destroy the process groups before the engine stops."""
+    with contextlib.suppress(RuntimeError):  # a group that a dead peer broke cannot be left in order
+        groups.leave()
+
+
+def _kernel() -> Any:
+    return get_ipython().kernel

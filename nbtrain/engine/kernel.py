@@ -1,0 +1,124 @@
+"""The kernel of a rank: runs cells, reports their errors as data, and answers while a cell runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ipykernel.zmqshell import ZMQInteractiveShell
+from ipyparallel.engine.kernel import IPythonParallelKernel
+from ipyparallel.serialize import deserialize_object, serialize_object
+from IPython.core.error import UsageError
+from traitlets import Any as AnyTrait
+from traitlets import Type
+
+from nbtrain.engine import tracebacks
+
+
+class RankShell(ZMQInteractiveShell):
+    """A shell that keeps an error as data instead of printing its traceback.
+
+    The notebook shows each distinct error once, with the ranks that share it, so no rank formats its own.
+    """
+
+    failure: dict[str, Any] | None = None
+    cell_label: tuple[str, int] = ("", 0)
+
+    def init_display_formatter(self) -> None:
+        super().init_display_formatter()
+        remember = self.compile.cache
+
+        def cache(*args: Any, **kwargs: Any) -> str:
+            name: str = remember(*args, **kwargs)
+            tracebacks.CELLS[name] = self.cell_label
+            return name
+
+        self.compile.cache = cache
+
+    def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:
+        self._record(exc_tuple)
+
+    def showsyntaxerror(self, *_: Any, **__: Any) -> None:
+        self._record(None)
+
+    def show_usage_error(self, exc: UsageError) -> None:
+        self._record((type(exc), exc, exc.__traceback__))
+
+    def _record(self, exc_tuple: Any) -> None:
+        kind, value, trace = exc_tuple or sys.exc_info()
+        if value is None:
+            return
+        sys.stdout.flush()  # what was printed before the error is shown before it
+        sys.stderr.flush()
+        sys.last_type, sys.last_value, sys.last_traceback = kind, value, trace  # %debug reads these
+        self._last_traceback = [f"{kind.__name__}: {value}"]
+        self.failure = tracebacks.describe(value)
+
+
+class RankKernel(IPythonParallelKernel):
+    """Adds to a reply what the notebook needs to know about the cell, and to the control channel our requests."""
+
+    shell_class = Type(RankShell)
+    last_result = AnyTrait(None)
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.control_handlers["nbtrain_request"] = self.nbtrain_request
+        self.shell_handlers["nbtrain_call"] = self.nbtrain_call
+
+    async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        shell = self.shell
+        shell.failure = None
+        sent = (kwargs.get("cell_meta") or {}).get("nbtrain", {})
+        shell.cell_label = (sent.get("label", ""), sent.get("offset", 0))
+        started = time.time()
+        reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
+        result = shell.last_execution_result
+        self.last_result = result.result if result is not None else None
+        reply["nbtrain"] = {"seconds": time.time() - started, "failure": shell.failure}
+        return reply
+
+    def nbtrain_call(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """Call a function of `nbtrain.engine.calls` on the main thread, with the rank's namespace."""
+        from nbtrain.engine import calls  # it needs torch, which the fork server has
+
+        content: dict[str, Any] = {"status": "ok"}
+        buffers: list[Any] = []
+        try:
+            args, kwargs = deserialize_object(parent["buffers"], self.shell.user_ns)[0]
+            value = getattr(calls, parent["content"]["name"])(self.shell.user_ns, *args, **kwargs)
+            buffers = serialize_object(value, self.session.buffer_threshold, self.session.item_threshold)
+        except BaseException as error:  # KeyboardInterrupt too: the notebook waits for a reply
+            content = {"status": "error", "failure": tracebacks.describe(error)}
+        self.session.send(stream, "nbtrain_reply", content, parent=parent, ident=ident, buffers=buffers)
+
+    def nbtrain_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """Answer on the control thread, while the main thread runs a cell or waits in a collective."""
+        content = parent["content"]
+        try:
+            reply = {"status": "ok", "value": CONTROL[content["name"]](self, **content["args"])}
+        except Exception as problem:
+            reply = {"status": "error", "message": f"{type(problem).__name__}: {problem}"}
+        self.session.send(stream, "nbtrain_reply", reply, parent=parent, ident=ident)
+
+
+def complete(kernel: RankKernel, code: str, cursor: int) -> dict[str, Any]:
+    """Completions of ``code`` at ``cursor`` from the rank's namespace."""
+    reply: dict[str, Any] = kernel.do_complete(code, cursor)
+    return reply
+
+
+def inspect(kernel: RankKernel, code: str, cursor: int, detail: int) -> dict[str, Any]:
+    """What the rank knows of the name at ``cursor``: Shift+Tab."""
+    reply: dict[str, Any] = kernel.do_inspect(code, cursor, detail)
+    return reply
+
+
+def where(kernel: RankKernel) -> dict[str, Any]:
+    """The line that the main thread runs now."""
+    return tracebacks.current_line()
+
+
+CONTROL: dict[str, Callable[..., Any]] = {"complete": complete, "inspect": inspect, "where": where}

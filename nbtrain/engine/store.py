@@ -1,0 +1,37 @@
+"""The rendezvous store of a session: a process of its own, so that it outlives every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+HOST = "127.0.0.1"
+
+
+def serve(path: str, host: str = HOST) -> None:
+    """Serve a ``TCPStore`` on a free port of ``host`` and write the port to ``path``.
+
+    ``TCPStore`` by itself listens on every interface; given a listening socket it does not.
+    """
+    import torch.distributed as dist
+
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    _write_atomically(Path(path), str(port))
+    while True:
+        signal.pause()
+    del store
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

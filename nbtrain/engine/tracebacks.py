@@ -1,0 +1,115 @@
+"""An exception as data: which frames are the cell's, which are the user's files, which are libraries'."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Set by a peer's failure, not by this rank's own: they are shown after the failure that caused them.
+_CONSEQUENCES = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Software caused connection abort|"
+    r"NCCL communicator was aborted|Read error \[",
+)
+_CELL_FILE = re.compile(r"<ipython-input-|ipykernel_\d+/|<cell")
+_LIBRARIES = tuple(
+    {
+        str(Path(path).resolve())
+        for path in (
+            *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+            Path(__file__).parents[1],
+        )
+    }
+)
+MAX_MESSAGE = 4000  # characters of an exception's text
+
+# What the notebook calls a cell's file, and by how many lines its own first line precedes the code that was sent.
+CELLS: dict[str, tuple[str, int]] = {}
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """``error`` and its causes as JSON-friendly data; ``frames`` run from the cell's line to where it was raised."""
+    return {
+        "time": time.time(),
+        "consequence": bool(_CONSEQUENCES.search(str(error))),
+        "chain": [_one(link) for link in _chain(error)],
+    }
+
+
+def current_line() -> dict[str, Any]:
+    """The innermost line of the cell that the main thread runs, and the innermost line of all."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [_frame(f.f_code.co_filename, n, f.f_code.co_name) for f, n in _stack(frame)]
+    cell = next((f for f in frames if f["kind"] == "cell"), None)
+    return {"cell": cell, "inner": frames[0] if frames else None}
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The exceptions that led to ``error``, the oldest first."""
+    links = [error]
+    while len(links) < 8:
+        last = links[-1]
+        before = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if before is None or before in links:
+            break
+        links.append(before)
+    return links[::-1]
+
+
+def _one(error: BaseException) -> dict[str, Any]:
+    frames = [_frame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    first = next((i for i, f in enumerate(frames) if f["kind"] == "cell"), None)
+    shown = frames[first:] if first is not None else frames  # above the cell there is only the kernel
+    if isinstance(error, SyntaxError) and error.lineno:
+        shown = [
+            *shown,
+            {**_frame(error.filename or "<cell>", error.lineno, ""), "line": (error.text or "").rstrip()},
+        ]
+    return {"ename": type(error).__name__, "evalue": _text(error), "frames": shown}
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return error.msg or "invalid syntax"
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"<its text raised {type(broken).__name__}>"
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}… ({len(text)} characters)"
+
+
+def _frame(file: str, line_number: int, function: str) -> dict[str, Any]:
+    kind = _kind(file)
+    label, offset = CELLS.get(file, ("", 0))
+    around = range(line_number - 1, line_number + 2) if kind != "library" else (line_number,)
+    return {
+        "file": file,
+        "number": line_number,
+        "function": function,
+        "kind": kind,
+        "cell": label,
+        "offset": offset,
+        "line": linecache.getline(file, line_number).rstrip(),
+        "around": [[n, linecache.getline(file, n).rstrip()] for n in around if n > 0],
+    }
+
+
+def _kind(file: str) -> str:
+    if _CELL_FILE.search(file):
+        return "cell"
+    return "library" if file.startswith(_LIBRARIES) or file.startswith("<") else "user"
+
+
+def _stack(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+    frames = []
+    while frame is not None:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return frames
