@@ -7,6 +7,7 @@
     ├── ModelError (ValueError)            a model that the plan cannot hold
     ├── OptimizerError (ValueError)        an optimizer that would train nothing
     ├── BatchError (ValueError)            a batch that cannot be divided
+    ├── GradientError (ArithmeticError)    gradients that are not finite
     ├── UsageError (ValueError)            a magic's line or an argument that cannot be understood
     │   └── RankSpecError                  ranks that do not exist
     └── SessionError (RuntimeError)        the session is not in the state that the request needs
@@ -47,6 +48,10 @@ class OptimizerError(NbtrainError, ValueError):
 
 class BatchError(NbtrainError, ValueError):
     """A batch that cannot be divided among the ranks or microbatches."""
+
+
+class GradientError(NbtrainError, ArithmeticError):
+    """Gradients that are not finite. The weights are those of the step before."""
 
 
 class UsageError(NbtrainError, ValueError):

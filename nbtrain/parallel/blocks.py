@@ -1,0 +1,69 @@
+"""Finding the repeated blocks of a model by its structure, and the parameters that several modules share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of every outermost trunk, by name, in the order of the model.
+
+    A trunk is a ModuleList, Sequential or ModuleDict of at least two modules of one class that have modules inside:
+    transformer layers, residual blocks. Lists of bare layers, such as a choice of branches, are not trunks.
+    """
+    return dict(_walk(model, ""))
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
+    if _is_trunk(module):
+        yield from children
+        return
+    for name, child in children:
+        yield from _walk(child, f"{name}.")
+
+
+def _is_trunk(module: nn.Module) -> bool:
+    blocks = list(module.children())
+    return (
+        isinstance(module, _CONTAINERS)
+        and len(blocks) >= 2
+        and len({type(block) for block in blocks}) == 1
+        and all(any(True for _ in block.children()) for block in blocks)
+        and all(any(True for _ in block.parameters()) for block in blocks)
+    )
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """``{alias: first name}`` of every parameter that has several names."""
+    first: dict[nn.Parameter, str] = {}
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in first:
+            aliases[name] = first[parameter]
+        first.setdefault(parameter, name)
+    return aliases
+
+
+def self_contained(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of ``blocks`` that share no parameter with a module outside of themselves.
+
+    A parameter must be gathered by one unit only; what is shared across blocks is left to the root.
+    """
+    holders = Counter(_slots(model))
+    return {
+        name: block
+        for name, block in blocks.items()
+        if all(holders[slot] == count for slot, count in Counter(_slots(block)).items())
+    }
+
+
+def _slots(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Each parameter once for every distinct module that holds it."""
+    for child in module.modules():
+        yield from (parameter for parameter in child._parameters.values() if parameter is not None)

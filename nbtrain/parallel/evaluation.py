@@ -1,0 +1,70 @@
+"""The mean loss over many batches on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbtrain.errors import BatchError
+from nbtrain.parallel import shard
+from nbtrain.parallel.batch import Batch
+from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.loss import LossFn, compute_loss
+from nbtrain.parallel.totals import reduce_totals
+
+
+def evaluate(
+    model: nn.Module, loss_fn: LossFn | None, batches: Iterable[Any], layout: Layout, device: torch.device
+) -> float:
+    """Sum of losses over sum of weights, over batches and ranks. One small reduction at the end.
+
+    Raises:
+        BatchError: Ranks have different numbers of batches, or nothing in them counts.
+    """
+    if layout.group is not None and isinstance(batches, Sized):
+        _require_same_length(len(batches), layout.group, device)
+    loss_sum, weight = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), device=device)
+    with _eval_mode(model), torch.no_grad():
+        for item in batches:
+            loss = compute_loss(model, loss_fn, batch_of(item).to(device))
+            loss_sum, weight = loss_sum + loss.sum, weight + loss.weight
+    if layout.shards:
+        shard.reshard(model)
+    totals = reduce_totals(loss_sum, weight, group=layout.group)
+    if totals.weight == 0:
+        raise BatchError("there is nothing to evaluate: no batch has a sample or token that counts")
+    return totals.mean
+
+
+def batch_of(item: Any) -> Batch:
+    """A loader's item as ``step(*item)`` or ``step(**item)`` would take it."""
+    if isinstance(item, Mapping):
+        return Batch.of((), item)
+    return Batch.of(tuple(item) if isinstance(item, tuple | list) else (item,), {})
+
+
+def _require_same_length(length: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    span = torch.tensor([length, -length], device=device)
+    dist.all_reduce(span, op=dist.ReduceOp.MAX, group=group)
+    longest, shortest = int(span[0]), -int(span[1])
+    if longest != shortest:
+        raise BatchError(
+            f"ranks have from {shortest} to {longest} batches, and would wait for each other; "
+            "use nt.loader, which gives every rank as many"
+        )
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,53 @@
+"""What each rank holds: plain numbers, for tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.parallel.layout import layout_of
+from nbtrain.parallel.local import local
+from nbtrain.parallel.mesh import rank
+from nbtrain.plan.footprint import format_bytes
+from nbtrain.telemetry.memory import model_bytes
+
+if TYPE_CHECKING:
+    from nbtrain.parallel.trainer import Trainer
+
+
+def holdings(model: nn.Module | Trainer, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """What this rank holds of a model: JSON-friendly, no collective.
+
+    Args:
+        model: Laid out or not, or a trainer, whose optimizer then counts.
+        optimizer: Whose state counts.
+
+    Returns:
+        ``rank``; ``plan`` (text, or None before `parallelize`); ``layout`` ("one device", "replicated" or
+        "sharded"); ``num_parameters`` of the whole model; ``local_parameters`` on this rank; ``num_units`` that are
+        gathered as a whole; and ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes``, ``buffers_bytes``.
+    """
+    if not isinstance(model, nn.Module):
+        return holdings(model.model, model.optimizer)
+    layout = layout_of(model)
+    parameters = list(model.parameters())
+    held = model_bytes(model, optimizer)
+    return {
+        "rank": rank(),
+        "plan": None if layout is None else str(layout.plan),
+        "layout": "one device" if layout is None else layout.kind,
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "local_parameters": sum(local(parameter).numel() for parameter in parameters),
+        "num_units": 0 if layout is None or not layout.shards else len(layout.units) + 1,
+        **{f"{name}_bytes": num_bytes for name, num_bytes in held.items()},
+    }
+
+
+def holdings_text(held: dict[str, Any]) -> str:
+    """One line a kind of tensor."""
+    kinds = ("parameters", "gradients", "optimizer", "buffers")
+    rows = [f"  {kind:<12} {format_bytes(held[f'{kind}_bytes']):>10}" for kind in kinds]
+    share = f"{held['local_parameters']:,} of {held['num_parameters']:,} parameters"
+    return "\n".join([f"rank {held['rank']} holds {share}, {held['layout']}:", *rows])

@@ -1,0 +1,76 @@
+"""`Layout`: what nbtrain remembers about a model that it laid out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nbtrain.parallel.mesh import data_mesh
+from nbtrain.parallel.usage import Usage
+from nbtrain.plan import Plan
+
+_ATTRIBUTE = "_nbtrain_layout"
+
+
+@dataclass
+class Layout:
+    """How a model lies on the ranks.
+
+    Attributes:
+        plan: Resolved.
+        mesh: None for one device.
+        originals: The parameters before sharding, by name. Weak: they must not outlive their owners, or the
+            unsharded model would stay in memory.
+        units: Names of the modules that are gathered as a whole, apart from the root.
+        usage: Marks of the parameters that backward reached, where FSDP shards.
+        result: What `parallelize` returned, where that isn't the model itself.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh | None
+    originals: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
+    usage: Usage | None = None
+    result: nn.Module | None = None
+
+    @property
+    def dp(self) -> int:
+        return self.plan.dp
+
+    @property
+    def shards(self) -> bool:
+        """Whether FSDP shards the parameters; one shard is a replica."""
+        return self.plan.shards_parameters and self.plan.dp_shard > 1
+
+    @property
+    def kind(self) -> str:
+        """In a word."""
+        if self.group is None:
+            return "one device"
+        return "sharded" if self.shards else "replicated"
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All data-parallel ranks; None when this rank is alone."""
+        return None if self.mesh is None or self.dp == 1 else data_mesh(self.mesh).get_group()
+
+
+def remember(model: nn.Module, layout: Layout) -> None:
+    """Makes `layout_of` find ``layout``."""
+    object.__setattr__(model, _ATTRIBUTE, layout)
+
+
+def layout_of(model: nn.Module) -> Layout | None:
+    """The layout that `parallelize` gave ``model``, or None."""
+    # not getattr: a replica passes unknown names on to the model inside it
+    return vars(model).get(_ATTRIBUTE)
+
+
+def weak(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, weakref.ref[nn.Parameter]]:
+    """Weak references by name."""
+    return {name: weakref.ref(parameter) for name, parameter in parameters}

@@ -1,0 +1,129 @@
+"""Reading a loss: as a sum and a weight, so that parts of a batch add up to the whole.
+
+The mean over a global batch is sum / weight over all ranks and chunks. A loss that is a mean counts with the number
+of its samples; a loss function that returns ``(sum, count)`` says itself what to divide by, e.g. valid tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+
+from nbtrain.errors import BatchError, ModelError, UsageError
+from nbtrain.parallel.batch import Batch, call, target_names
+
+LossFn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one chunk.
+
+    Attributes:
+        value: 0-d, differentiable: a mean, or a sum where ``is_sum``.
+        weight: What the chunk counts in the global mean: samples, or the count of the loss function.
+    """
+
+    value: torch.Tensor
+    weight: float | torch.Tensor
+    is_sum: bool
+
+    @property
+    def sum(self) -> torch.Tensor:
+        """0-d, detached."""
+        value = self.value.detach()
+        return value if self.is_sum else value * self.weight
+
+    def over(self, denominator: float) -> torch.Tensor:
+        """The sum divided by ``denominator``, to run backward from; a mean of that weight comes back untouched."""
+        factor = (1.0 if self.is_sum else self.weight) / denominator
+        return self.value if not self.is_sum and self.weight == denominator else self.value * factor
+
+
+def compute_loss(model: Callable[..., Any], loss_fn: LossFn | None, batch: Batch) -> Loss:
+    """Runs the model's forward, and the loss function if there is one.
+
+    Raises:
+        ModelError: There is no loss function and the model's output holds no single scalar.
+        UsageError: The loss function returns something else than a mean or ``(sum, count)``.
+    """
+    if loss_fn is None:
+        return _mean(_own_loss(_run(model, batch)), batch.num_samples)
+    inputs, targets, named_targets = _parts(loss_fn, batch)
+    return _read(loss_fn(call(model, inputs), *targets, **named_targets), batch.num_samples)
+
+
+def _run(model: Callable[..., Any], batch: Batch) -> Any:
+    if batch.named:
+        return model(*batch.positional, **batch.named)
+    return call(model, batch.positional[0] if len(batch.positional) == 1 else batch.positional)
+
+
+def _parts(loss_fn: LossFn, batch: Batch) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model's inputs, and the loss function's positional and named arguments."""
+    if not batch.named:
+        return batch.positional[0], batch.positional[1:], {}
+    names = target_names(loss_fn)
+    targets = {name: value for name, value in batch.named.items() if name in names}
+    inputs = {name: value for name, value in batch.named.items() if name not in names}
+    if batch.positional:
+        return batch.positional[0], batch.positional[1:], dict(batch.named)
+    if not targets:
+        raise UsageError(
+            f"loss_fn takes none of the batch's {', '.join(map(repr, inputs))}; name its parameters after them, "
+            "e.g. loss_fn=lambda output, labels: ..."
+        )
+    return inputs, (), targets
+
+
+def _read(result: Any, num_samples: int) -> Loss:
+    if isinstance(result, tuple) and len(result) == 2:
+        value, count = result
+        if _is_scalar(value):
+            # a count on a GPU stays there: reading it would wait for the forward
+            return Loss(value, count.detach() if isinstance(count, torch.Tensor) else float(count), is_sum=True)
+    if _is_scalar(result):
+        return _mean(result, num_samples)
+    raise UsageError(
+        f"loss_fn returned {_described(result)}; return a 0-d mean or (sum, count), "
+        "e.g. F.cross_entropy(output, target)"
+    )
+
+
+def _mean(value: torch.Tensor, num_samples: int) -> Loss:
+    if num_samples == 0:
+        raise BatchError(
+            "a rank's batch is empty and has no mean loss; give every rank a sample or let loss_fn return (sum, count)"
+        )
+    return Loss(value, float(num_samples), is_sum=False)
+
+
+def _own_loss(output: Any) -> torch.Tensor:
+    """A scalar, ``.loss``, ``["loss"]`` or the one scalar in a tuple."""
+    if _is_scalar(output):
+        return output
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if _is_scalar(named):
+        return named
+    scalars = [item for item in output if _is_scalar(item)] if isinstance(output, tuple | list) else []
+    if len(scalars) == 1:
+        return scalars[0]
+    raise ModelError(
+        f"the model's forward gave no loss but {_described(output)}; give Trainer a loss_fn, or give the model "
+        "what it needs for its own loss (labels, targets)"
+    )
+
+
+def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,82 @@
+"""An optimizer that holds the parameters which train: those of the laid-out model.
+
+An optimizer that was built before sharding, or between a forward and its backward, holds other tensors: training
+runs and the weights never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.errors import OptimizerError
+from nbtrain.parallel.layout import Layout
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+_CURE = "pass optimizer=lambda params: torch.optim.AdamW(params, ...), which is called after sharding"
+
+
+def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: Layout) -> Optimizer:
+    """The optimizer of ``model``'s parameters.
+
+    One that was built before sharding is re-pointed to the parameters that took the place of its own; its groups and
+    options stay.
+
+    Args:
+        make: Called with the trained parameters, or an optimizer.
+        model: Laid out, its parameters sharded.
+        layout: Of the model.
+
+    Raises:
+        OptimizerError: It holds tensors that are no parameters of the model, or already has state for old ones.
+    """
+    optimizer = make if isinstance(make, Optimizer) else _made(make, model)
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(f"optimizer returned {type(optimizer).__name__}, not a torch optimizer; {_CURE}")
+    _repoint(optimizer, model, layout)
+    return optimizer
+
+
+def _made(make: MakeOptimizer, model: nn.Module) -> Optimizer:
+    if not callable(make):
+        raise OptimizerError(f"optimizer={make!r} is neither a function nor an optimizer; {_CURE}")
+    return make([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+
+def _repoint(optimizer: Optimizer, model: nn.Module, layout: Layout) -> None:
+    successors = _successors(model, layout)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = [parameter for parameter in held if id(parameter) not in successors]
+    if strangers:
+        raise OptimizerError(
+            f"{len(strangers)} of the optimizer's {len(held)} tensors are no parameters of the model (built from "
+            f"another model, or between a forward and its backward?); {_CURE}"
+        )
+    if all(successors[id(parameter)] is parameter for parameter in held):
+        return
+    if optimizer.state:
+        raise OptimizerError(f"the optimizer has already stepped on the unsharded parameters; {_CURE}")
+    for group in optimizer.param_groups:
+        group["params"] = [successors[id(parameter)] for parameter in group["params"]]
+
+
+def _successors(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
+    """What trains in the place of each tensor that is, or was, a parameter of the model."""
+    current = dict(model.named_parameters())
+    successors = {id(parameter): parameter for parameter in current.values()}
+    for name, reference in layout.originals.items():
+        original: Any = reference()
+        if original is not None:
+            successors[id(original)] = current[name]
+    return successors
+
+
+def trained(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those of ``parameters`` that require a gradient, with those of the optimizer."""
+    unique = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
+    unique |= {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return list(unique.values())

@@ -1,0 +1,84 @@
+"""`parallelize`: a model laid out as a plan says, in the one legal order of steps."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nbtrain.errors import ModelError, PlanError
+from nbtrain.parallel import batchnorm, preflight
+from nbtrain.parallel import mesh as meshes
+from nbtrain.parallel.broadcast import broadcast_weights
+from nbtrain.parallel.layout import Layout, layout_of, remember, weak
+from nbtrain.parallel.order import UnitOrder
+from nbtrain.parallel.precision import compute_in
+from nbtrain.parallel.replicate import Replica
+from nbtrain.parallel.shard import shard
+from nbtrain.parallel.usage import Usage
+from nbtrain.plan import Plan
+
+
+def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Replicates or shards ``model`` over the ranks. Collective; on one device it is the model itself.
+
+    Weights and buffers are those of rank 0. With ``zero=0`` the result is a DDP replica of the model, which has the
+    model's attributes and names; with ``zero`` 2 and 3 it is the model itself, sharded by FSDP2: each repeated block
+    is a unit. Batch normalisation takes its statistics over all ranks. bf16 keeps fp32 weights.
+    A second call with the same plan gives the first one's result.
+
+    Args:
+        model: The same on every rank in names and shapes, with weights on any real device.
+        plan: Resolved against the number of ranks here.
+        mesh: With the axes of `build_mesh`; None builds it.
+
+    Raises:
+        PlanError: The degrees do not fit the ranks, or the model is already laid out in another way.
+        ModelError: The model cannot be laid out; all findings with their cures.
+        NotImplementedError: The plan needs a later release.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{type(model).__name__} is not an nn.Module; give the model itself")
+    plan.require_supported()
+    plan = plan.resolve(meshes.world_size() if mesh is None else mesh.size())
+    if (layout := layout_of(model)) is not None:
+        return _again(layout, plan, model)
+    preflight.check_model(model, plan)
+    layout = Layout(plan, meshes.build_mesh(plan) if mesh is None else mesh)
+    layout.originals = weak(model.named_parameters())
+    return _lay_out(model, layout)
+
+
+def _again(layout: Layout, plan: Plan, model: nn.Module) -> nn.Module:
+    if layout.plan == plan:
+        return layout.result if layout.result is not None else model
+    raise PlanError(f"the model is laid out by {layout.plan!r}; build it again for {plan!r}")
+
+
+def _lay_out(model: nn.Module, layout: Layout) -> nn.Module:
+    """The legal order: same weights everywhere, then what changes modules, then what wraps them."""
+    device = meshes.device_of(layout.mesh)
+    if layout.group is not None:
+        preflight.check_same_on_ranks(model, layout.group)
+    if device is not None:
+        model.to(device)
+    if layout.group is not None:
+        broadcast_weights(model, layout.group)
+        batchnorm.normalise_globally(model, layout.group)
+    compute_in(model, layout.plan.precision)
+    return _wrap(model, layout)
+
+
+def _wrap(model: nn.Module, layout: Layout) -> nn.Module:
+    remember(model, layout)
+    if layout.mesh is None or layout.group is None:
+        return model
+    if layout.shards:
+        units = shard(model, layout.plan, meshes.shard_mesh(layout.mesh))
+        layout.units = tuple(units)
+        layout.usage = Usage(model)
+        UnitOrder(model, units, layout.group)
+        return model
+    replica = Replica(model, layout.group, layout.plan.bucket_mb)
+    layout.result = replica
+    remember(replica, layout)
+    return replica

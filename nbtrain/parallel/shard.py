@@ -1,0 +1,68 @@
+"""A model whose parameters, gradients and optimizer state are sharded by FSDP2 (ZeRO-3), or stay gathered from
+forward to backward (ZeRO-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from nbtrain.parallel.blocks import repeated_blocks, self_contained
+from nbtrain.parallel.precision import shard_policy
+from nbtrain.plan import Plan
+
+
+def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module]:
+    """Shards ``model`` in place: each repeated block is a unit, and what is left is the root's.
+
+    Tied parameters belong to one unit: a block that shares some with a module outside is left to the root.
+
+    Args:
+        model: On its device, with the same weights on every rank.
+        plan: Resolved, with ``zero`` 2 or 3.
+        mesh: One axis, or replicas by shards (HSDP).
+
+    Returns:
+        The units inside the root, by name.
+    """
+    units = self_contained(model, repeated_blocks(model))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": plan.zero == 3,
+        "mp_policy": shard_policy(plan.precision),
+    }
+    for unit in units.values():
+        fully_shard(unit, **options)
+    root = fully_shard(model, **options)
+    # a rank whose branch doesn't use a parameter must still reduce it: the others wait
+    root.set_reduce_scatter_unused_params(True)
+    return units
+
+
+def reshard(model: nn.Module) -> None:
+    """Drops gathered parameters: after a forward without a backward the root's, with ``zero=2`` all, stay gathered.
+
+    What looks at the parameters then sees plain tensors, which no optimizer may hold.
+    """
+    for module in _sharded(model):
+        module.reshard()
+
+
+def recover(model: nn.Module) -> None:
+    """After an exception in forward or backward: FSDP as if the step had not begun. Moves nothing."""
+    if cast(Any, model)._get_fsdp_state()._is_root is None:
+        return  # no forward has begun yet
+    for module in _sharded(model):
+        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+            for record in group.fsdp_params:
+                record.unsharded_accumulated_grad = None
+                if hasattr(record, "_unsharded_param"):
+                    record._unsharded_param.grad = None
+    cast(FSDPModule, model).reset_iter_state()
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    yield from (module for module in model.modules() if isinstance(module, FSDPModule))

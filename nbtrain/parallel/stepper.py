@@ -1,0 +1,178 @@
+"""The mechanics of a training step: all ranks take it, or none does.
+
+::
+
+    forward, backward of each chunk     gradients of sum / reference, reduced by DDP or FSDP
+    reduce totals                       loss sum, weight, norm, used parameters: the one place where ranks wait
+    scale, clip                         by reference / weight
+    optimizer, scheduler                not interruptible
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.errors import BatchError, GradientError
+from nbtrain.parallel import gradients, shard
+from nbtrain.parallel.batch import Batch
+from nbtrain.parallel.interrupt import uninterrupted
+from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.loss import LossFn, compute_loss
+from nbtrain.parallel.phase import Phase, Stage
+from nbtrain.parallel.replicate import Replica
+from nbtrain.parallel.totals import Totals, reduce_totals
+
+
+@dataclass
+class Stepper:
+    """What a step needs, and what it leaves.
+
+    Attributes:
+        model: Laid out by ``layout``.
+        parameters: Those that train.
+        scheduler: Has ``step()``, or None.
+        phase: How far this rank is.
+        grad_norm: Global norm of the last step before clipping; None without ``grad_clip``.
+        reference: Global weight of the last step.
+    """
+
+    model: nn.Module
+    layout: Layout
+    parameters: list[nn.Parameter]
+    optimizer: Optimizer
+    loss_fn: LossFn | None = None
+    scheduler: Any = None
+    grad_clip: float | None = None
+    phase: Phase = field(default_factory=lambda: Phase(Stage.STEPPED, 0))
+    grad_norm: float | None = None
+    reference: float | None = None
+
+    def step(self, whole: Batch, accumulate: int) -> float:
+        """The global mean loss. Whatever raises, the weights stay and the next step starts afresh."""
+        chunks = whole.chunks(accumulate)
+        step = self.phase.num_steps + 1
+        self.phase = Phase(Stage.COMPUTING, step)
+        try:
+            gradients.drop(self.parameters)
+            reference = self._agree_on_reference(whole)
+            losses = self._backward(chunks, reference)
+            self.phase = Phase(Stage.READY, step)
+            totals = self._reduce(losses)
+            with uninterrupted():
+                self._apply(totals, reference)
+                self.phase = Phase(Stage.STEPPED, step)
+        except BaseException:
+            self._recover()
+            raise
+        return totals.mean
+
+    def _agree_on_reference(self, batch: Batch) -> float:
+        """What each rank divides its loss by before backward: the same on all ranks.
+
+        The true weight is known after backward. In most steps it is the last step's; where it isn't, gradients are
+        scaled once more.
+        """
+        if self.layout.group is None:
+            return float(batch.num_samples)
+        if self.reference is None:
+            device = self.parameters[0].device
+            self.reference = reduce_totals(
+                torch.zeros((), device=device), float(batch.num_samples), group=self.layout.group
+            ).weight
+        return self.reference
+
+    def _backward(self, chunks: Sequence[Batch], reference: float) -> list[tuple[torch.Tensor, Any]]:
+        """Gradients of the global sum over ``reference``; the chunks' loss sums and weights."""
+        losses = []
+        for index, chunk in enumerate(chunks):
+            with self._reduction(last=index == len(chunks) - 1):
+                loss = compute_loss(self.model, self.loss_fn, chunk)
+                if self.layout.usage is not None:
+                    self.layout.usage.watch()
+                # DDP and FSDP take the mean over ranks
+                loss.over(reference / self.layout.dp).backward()  # type: ignore[no-untyped-call]
+            losses.append((loss.sum, loss.weight))
+        return losses
+
+    def _reduction(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        # FSDP reduces with every chunk: gradients that wait for the last one would be whole ones
+        if last or not isinstance(self.model, Replica):
+            return contextlib.nullcontext()
+        return self.model.no_sync()
+
+    def _reduce(self, losses: list[tuple[torch.Tensor, Any]]) -> Totals:
+        squares = gradients.square_sum(self.parameters) if self.grad_clip is not None else 0.0
+        usage = self.layout.usage
+        totals = reduce_totals(
+            sum((value.double() for value, _ in losses), start=torch.zeros((), device=losses[0][0].device)),
+            sum(weight for _, weight in losses),
+            squares,
+            usage.take() if usage is not None else (),
+            group=self.layout.group,
+        )
+        if totals.weight == 0:
+            raise BatchError(
+                "nothing in the global batch counts: its weight is 0, and the mean loss 0/0; give a batch with a "
+                "valid token on some rank"
+            )
+        if usage is not None:
+            usage.clear_unused(totals.marks)
+        return totals
+
+    def _apply(self, totals: Totals, reference: float) -> None:
+        factor = reference / totals.weight
+        if self.grad_clip is not None:
+            self.grad_norm = math.sqrt(totals.square_sum / self._copies) * factor
+            self._require_finite(self.grad_norm)
+            factor *= gradients.clip_factor(self.grad_norm, self.grad_clip)
+        gradients.scale(self.parameters, factor)
+        self.optimizer.step()
+        self.reference = totals.weight
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    @property
+    def _copies(self) -> int:
+        """How many ranks hold the same part of a gradient."""
+        return self.layout.plan.dp_replicate if self.layout.shards else self.layout.dp
+
+    def _require_finite(self, norm: float) -> None:
+        if math.isfinite(norm):
+            return
+        names: list[str] = gradients.not_finite(self.model)
+        if self.layout.group is not None:
+            names = _union(names, self.layout.group)
+        raise GradientError(
+            f"the gradient norm is {norm} at step {self.phase.step}, from {_some(names)}; the weights are those of "
+            "the step before: look at the batch, or lower the learning rate"
+        )
+
+    def _recover(self) -> None:
+        gradients.drop(self.parameters)
+        if isinstance(self.model, Replica):
+            self.model.rewrap()
+        elif self.layout.shards:
+            shard.recover(self.model)
+        if self.layout.usage is not None:
+            self.layout.usage.take()
+        self.phase = Phase(Stage.STEPPED, self.phase.num_steps)
+
+
+def _union(names: list[str], group: dist.ProcessGroup) -> list[str]:
+    lists: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(lists, names, group=group)
+    return list(dict.fromkeys(name for part in lists for name in part))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3]) or "their sum"
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

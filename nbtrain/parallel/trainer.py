@@ -1,0 +1,198 @@
+"""`Trainer`: the same training step for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from nbtrain.errors import UsageError
+from nbtrain.parallel import shard
+from nbtrain.parallel.batch import Batch
+from nbtrain.parallel.evaluation import evaluate
+from nbtrain.parallel.holdings import holdings, holdings_text
+from nbtrain.parallel.layout import Layout, layout_of
+from nbtrain.parallel.loader import Loader, loader
+from nbtrain.parallel.loss import LossFn
+from nbtrain.parallel.optimizer import MakeOptimizer, make_optimizer, trained
+from nbtrain.parallel.parallelize import parallelize
+from nbtrain.parallel.phase import Phase
+from nbtrain.parallel.state import full_state_dict, load_full_state_dict
+from nbtrain.parallel.stepper import Stepper
+from nbtrain.plan import Plan
+from nbtrain.telemetry.memory import model_bytes
+
+
+class Trainer:
+    """Trains a model that is laid out by a plan. All ranks call each method; the numbers are one device's.
+
+    Args:
+        model: The same on every rank in names and shapes; laid out here, unless `parallelize` did it before.
+        plan: How it lies on the ranks.
+        optimizer: Called with the trained parameters after sharding. One that was built before is re-pointed.
+        loss_fn: ``loss_fn(output, *targets)`` returns a mean over samples, or ``(sum, count)``: then the global
+            loss is the sum over all ranks and chunks divided by their count, however unevenly that falls. None:
+            the model's forward gives the loss, as a scalar, ``.loss`` or the one scalar in a tuple.
+        scheduler: Called with the optimizer, or a scheduler of it; it steps after every optimizer step.
+        grad_clip: Largest global norm of the gradients, as of ``torch.nn.utils.clip_grad_norm_`` on one device.
+        accumulate: Chunks into which `step` cuts its batch; one optimizer step takes the gradients of all. DDP
+            reduces gradients with the last chunk; FSDP with every chunk, so that they stay sharded.
+
+    Attributes:
+        model: The laid-out model.
+        plan: Resolved.
+        optimizer: Holds the laid-out model's parameters.
+
+    Raises:
+        PlanError, ModelError, NotImplementedError: As `parallelize`.
+        OptimizerError: The optimizer holds other tensors than the model's parameters.
+        UsageError: Another argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        optimizer: MakeOptimizer | Optimizer,
+        loss_fn: LossFn | None = None,
+        scheduler: Callable[[Optimizer], Any] | Any | None = None,
+        grad_clip: float | None = None,
+        accumulate: int = 1,
+    ) -> None:
+        _check_arguments(loss_fn, grad_clip, accumulate)
+        self.model = parallelize(model, plan)
+        layout = _layout(self.model)
+        self.plan = layout.plan
+        if layout.shards:
+            shard.reshard(self.model)
+        self.optimizer = make_optimizer(optimizer, self.model, layout)
+        self._accumulate = accumulate
+        self._stepper = Stepper(
+            self.model,
+            layout,
+            trained(self.model.parameters(), self.optimizer),
+            self.optimizer,
+            loss_fn,
+            _make_scheduler(scheduler, self.optimizer),
+            grad_clip,
+        )
+
+    def step(self, *batch: Any, **named: Any) -> torch.Tensor:
+        """One optimizer step on this rank's share of the global batch, as the loader gives it.
+
+        With ``loss_fn``, ``step(inputs, *targets)``: a tuple or dict of inputs is unpacked into the model's
+        forward; of ``step(**batch)`` the loss function gets the keywords that its parameters name, the model the
+        others. Without, everything goes to the model. With ``accumulate=k`` the batch is cut into k chunks along
+        dim 0; the gradients are those of the whole batch. They stay until the next step, to be looked at.
+
+        A step that raises leaves weights and optimizer as they were, and the trainer usable.
+
+        Returns:
+            The global mean loss before the optimizer's step: 0-d, float32, the same on all ranks. A mean loss is
+            weighted by the samples of each rank, that is the size of dim 0 of the first tensor.
+
+        Raises:
+            BatchError: The batch cannot be cut into chunks, or nothing in it counts on any rank.
+            GradientError: With ``grad_clip``: the norm is not finite.
+        """
+        share = Batch.of(batch, named).to(self._device)
+        return self._scalar(self._stepper.step(share, self._accumulate))
+
+    def evaluate(self, batches: Iterable[Any]) -> torch.Tensor:
+        """The global mean loss over ``batches``: no gradients, in eval mode, which is put back afterwards.
+
+        Args:
+            batches: A loader, or any iterable with as many items on every rank: tuples, dicts or single tensors.
+
+        Returns:
+            0-d, float32, the same on all ranks.
+
+        Raises:
+            BatchError: Ranks have different numbers of batches, or nothing in them counts.
+        """
+        stepper = self._stepper
+        return self._scalar(evaluate(self.model, stepper.loss_fn, batches, stepper.layout, self._device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model under its own names: copies on the CPU, on every rank, tied entries one object.
+
+        Collective.
+        """
+        return full_state_dict(self.model)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a whole model's state, as `state_dict` gives it; each rank keeps its part.
+
+        Raises:
+            ModelError: Names or shapes differ; nothing was changed.
+        """
+        if self._stepper.layout.shards:
+            shard.reshard(self.model)
+        load_full_state_dict(self.model, state)
+
+    def loader(self, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> Loader:
+        """`nbtrain.loader` with this trainer's plan."""
+        return loader(dataset, self.plan, batch_size=batch_size, **options)
+
+    def memory(self) -> dict[str, int]:
+        """Measured bytes on this rank: ``{"parameters", "gradients", "optimizer", "buffers"}``."""
+        return model_bytes(self.model, self.optimizer)
+
+    def describe(self) -> str:
+        """The plan in words, and a table of what this rank holds, as measured."""
+        held = holdings(self)
+        return f"{self.plan.describe(num_parameters=held['num_parameters'])}\n{holdings_text(held)}"
+
+    @property
+    def phase(self) -> Phase:
+        """How far this rank is in a step."""
+        return self._stepper.phase
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps done."""
+        return self.phase.num_steps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; None without ``grad_clip``."""
+        return self._stepper.grad_norm
+
+    @property
+    def _device(self) -> torch.device:
+        return self._stepper.parameters[0].device
+
+    def _scalar(self, value: float) -> torch.Tensor:
+        return torch.tensor(value, dtype=torch.float32, device=self._device)
+
+
+def _layout(model: nn.Module) -> Layout:
+    layout = layout_of(model)
+    assert layout is not None, "parallelize remembers every layout"
+    return layout
+
+
+def _check_arguments(loss_fn: LossFn | None, grad_clip: float | None, accumulate: int) -> None:
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError(f"loss_fn={loss_fn!r} is no function; give e.g. torch.nn.functional.cross_entropy")
+    if grad_clip is not None and not grad_clip > 0:
+        raise UsageError(f"grad_clip={grad_clip!r} must be a positive norm or None, e.g. grad_clip=1.0")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise UsageError(f"accumulate={accumulate!r} must be an integer of at least 1, e.g. accumulate=4")
+
+
+def _make_scheduler(scheduler: Callable[[Optimizer], Any] | Any | None, optimizer: Optimizer) -> Any:
+    made = scheduler(optimizer) if callable(scheduler) else scheduler
+    if made is None:
+        return None
+    if not hasattr(made, "step") or getattr(made, "optimizer", optimizer) is not optimizer:
+        raise UsageError(
+            "the scheduler belongs to another optimizer; type scheduler=lambda optimizer: "
+            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ...)"
+        )
+    return made
