@@ -14,7 +14,7 @@ from nbtrain.parallel.order import UnitOrder
 from nbtrain.parallel.precision import compute_in
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.shard import shard
-from nbtrain.parallel.usage import Usage
+from nbtrain.parallel.usage import ShardUsage
 from nbtrain.plan import Plan
 
 
@@ -75,10 +75,10 @@ def _wrap(model: nn.Module, layout: Layout) -> nn.Module:
     if layout.shards:
         units = shard(model, layout.plan, meshes.shard_mesh(layout.mesh))
         layout.units = tuple(units)
-        layout.usage = Usage(model)
+        layout.usage = ShardUsage(model)
         UnitOrder(model, units, layout.group)
         return model
     replica = Replica(model, layout.group, layout.plan.bucket_mb)
-    layout.result = replica
+    layout.usage, layout.result = replica.usage, replica
     remember(replica, layout)
     return replica

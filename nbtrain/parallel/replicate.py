@@ -7,21 +7,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from nbtrain.parallel.usage import Usage
+
 # torch 2.13 renamed the option and warns at the old name
-_SYNC_OPTIONS = inspect.signature(DistributedDataParallel).parameters
-_NO_BUFFER_SYNC: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _SYNC_OPTIONS else "broadcast_buffers": False
-}
+_SYNC_OPTION = "forward_sync_buffers"
+if _SYNC_OPTION not in inspect.signature(DistributedDataParallel).parameters:
+    _SYNC_OPTION = "broadcast_buffers"
 
 
 class Replica(nn.Module):
     """``model`` with DDP around its forward.
 
     It looks like the model: its attributes and methods are there, and its state dict has the model's names.
+    Ranks may take different branches: what a rank's backward did not reach is reduced as zeros.
 
     Args:
         model: On its device, with the same weights on every rank.
@@ -34,6 +38,12 @@ class Replica(nn.Module):
         self.module = model
         self._group = group
         self._bucket_mb = bucket_mb
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.usage = Usage(self._trained)
+        self._reached: set[int] = set()
+        for index, parameter in enumerate(self._trained):
+            parameter.register_post_accumulate_grad_hook(self.usage.marker(index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._reach)  # type: ignore[no-untyped-call]
         self.rewrap()
 
     def rewrap(self) -> None:
@@ -41,20 +51,20 @@ class Replica(nn.Module):
         old = vars(self).get("_ddp")
         if old is not None:
             old._remove_autograd_hooks()
-        # in the dict, so that DDP isn't a submodule: its names would show in every name of the model
-        vars(self)["_ddp"] = DistributedDataParallel(
-            self.module,
-            process_group=self._group,
-            bucket_cap_mb=self._bucket_mb,
+        self._reached.clear()
+        options: dict[str, Any] = {
+            "process_group": self._group,
+            "bucket_cap_mb": self._bucket_mb,
             # weights were broadcast by nbtrain, and batch statistics are global
-            init_sync=False,
-            **_NO_BUFFER_SYNC,
-            # a branch that only some ranks take would hang the others without it
-            find_unused_parameters=True,
-            gradient_as_bucket_view=True,
-        )
+            "init_sync": False,
+            _SYNC_OPTION: False,
+            "gradient_as_bucket_view": True,
+        }
+        # in the dict, so that DDP isn't a submodule: its names would show in every name of the model
+        vars(self)["_ddp"] = DistributedDataParallel(self.module, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._reached.clear()
         return vars(self)["_ddp"](*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -79,3 +89,19 @@ class Replica(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def _reach(self, parameter: torch.Tensor) -> None:
+        if not self._reached and vars(self)["_ddp"].require_backward_grad_sync:
+            Variable._execution_engine.queue_callback(self._complete)
+        self._reached.add(id(parameter))
+
+    def _complete(self) -> None:
+        """At the end of backward: gives the reducer zeros for what backward did not reach.
+
+        DDP waits for every parameter. Its own cure (``find_unused_parameters``) walks the whole graph in each step
+        and never orders its buckets by arrival.
+        """
+        missing = [parameter for parameter in self._trained if id(parameter) not in self._reached]
+        if missing:
+            torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+        self._reached.clear()

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_map_only
 
 from nbtrain.parallel.blocks import repeated_blocks, self_contained
 from nbtrain.parallel.precision import shard_policy
@@ -35,11 +37,22 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module
         "mp_policy": shard_policy(plan.precision),
     }
     for unit in units.values():
+        unit.register_forward_hook(_own_output)
         fully_shard(unit, **options)
+    model.register_forward_hook(_own_output)
     root = fully_shard(model, **options)
     # a rank whose branch doesn't use a parameter must still reduce it: the others wait
     root.set_reduce_scatter_unused_params(True)
     return units
+
+
+def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """Copies outputs that are views: an in-place operation on one (``x += y``) would drop FSDP's backward hook."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if _is_hooked_view(tensor) else tensor, output)
+
+
+def _is_hooked_view(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor._is_view()
 
 
 def reshard(model: nn.Module) -> None:

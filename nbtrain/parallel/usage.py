@@ -1,13 +1,13 @@
 """Which parameters got a gradient on any rank.
 
 On one device a parameter that a step doesn't use has the gradient None, and optimizers skip it: no momentum, no
-weight decay. FSDP gives it zeros instead, so that ranks which use it and ranks which don't reduce alike. Here
-each rank marks what its own backward reached; where no rank did, the zeros are taken away again.
+weight decay. DDP and FSDP give it zeros, so that ranks which use it and ranks which don't reduce alike. Here each
+rank marks what its own backward reached; where no rank did, the zeros are taken away again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -16,40 +16,57 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Usage:
-    """Marks of one rank, in the same order on every rank.
+    """The marks of one rank, in the same order on every rank.
 
     Args:
-        model: Sharded by FSDP.
+        parameters: Whose gradients are taken away where no rank used them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._records = list(_records(model))
-        self._waiting = dict(enumerate(self._records))
-        self._marks = [0.0] * len(self._records)
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._marks = [0.0] * len(parameters)
 
     def watch(self) -> None:
-        """Call after each forward: a parameter can be watched once it was gathered for the first time."""
-        for index, record in list(self._waiting.items()):
-            if hasattr(record, "_unsharded_param"):
-                record._unsharded_param.register_post_accumulate_grad_hook(self._marker(index))
-                del self._waiting[index]
+        """Call after each forward, before its backward."""
 
     def take(self) -> list[float]:
         """1.0 for each parameter that got a gradient since the last call, else 0.0."""
-        marks, self._marks = self._marks, [0.0] * len(self._records)
+        marks, self._marks = self._marks, [0.0] * len(self._parameters)
         return marks
 
     def clear_unused(self, totals: list[float]) -> None:
         """Sets the gradient to None where the marks of all ranks sum to 0."""
-        for record, total in zip(self._records, totals, strict=True):
+        for parameter, total in zip(self._parameters, totals, strict=True):
             if total == 0:
-                record.sharded_param.grad = None
+                parameter.grad = None
 
-    def _marker(self, index: int) -> Any:
+    def marker(self, index: int) -> Callable[[torch.Tensor], None]:
+        """A hook for the tensor whose gradient is that of parameter ``index``."""
+
         def mark(parameter: torch.Tensor) -> None:
             self._marks[index] = 1.0
 
         return mark
+
+
+class ShardUsage(Usage):
+    """Marks under FSDP, where gradients arrive at the gathered parameters.
+
+    Args:
+        model: Sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        records = list(_records(model))
+        super().__init__([record.sharded_param for record in records])
+        self._waiting = dict(enumerate(records))
+
+    def watch(self) -> None:
+        # a gathered parameter exists from its first gathering on, and is the same tensor ever after
+        for index, record in list(self._waiting.items()):
+            if hasattr(record, "_unsharded_param"):
+                record._unsharded_param.register_post_accumulate_grad_hook(self.marker(index))
+                del self._waiting[index]
 
 
 def _records(model: nn.Module) -> Iterator[Any]:

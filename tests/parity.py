@@ -1,0 +1,177 @@
+"""Holds a plan against one device: output, losses, every gradient, every parameter and buffer, elementwise.
+
+One device is a plain torch loop in the same process, written without nbtrain: the whole batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import nbtrain as nt
+
+SEED = 7
+BATCH = 12
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Absolute, and relative to the largest element of the tensor: small elements of a sum have its rounding error."""
+
+    atol: float
+    rtol: float
+
+
+# fp32 sums over ranks and chunks in another order: some units in the last place of the largest term
+FP32 = Tolerance(atol=2e-6, rtol=2e-5)
+# bf16 has 8 bits: one rounding is 2^-9 of a value, and a dozen layers of them accumulate in a gradient
+BF16 = Tolerance(atol=2e-2, rtol=5e-2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run is, beside its plan."""
+
+    steps: int = 3
+    accumulate: int = 1
+    grad_clip: float | None = None
+    sizes: tuple[int, ...] | None = None  # of each rank's share; None: equal ones
+    optimizer: Callable[[Any], torch.optim.Optimizer] = field(
+        # not Adam: it divides gradients that are 0 but for rounding by themselves
+        default=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    )
+
+
+def check(case: models.Case, plan: nt.Plan, run: Run, tolerance: Tolerance = FP32) -> None:
+    """Runs on every rank; raises where something differs."""
+    reference, trainer = _reference(case), _trainer(case, plan, run)
+    optimizer = run.optimizer(reference.parameters())
+    _compare("output", _forward(reference, case), _forward(trainer.model, case), tolerance)
+    generator = torch.Generator().manual_seed(SEED)
+    for step in range(run.steps):
+        batch = case.batch(generator, BATCH)
+        expected = _plain_step(reference, optimizer, case, batch, run)
+        positional, named = _arguments(_share(batch, run))
+        loss = trainer.step(*positional, **named)
+        _compare(f"loss {step}", expected, loss, tolerance)
+        _compare_gradients(reference, trainer.model, step, tolerance)
+    _compare_states(reference.state_dict(), trainer.state_dict(), tolerance)
+
+
+def _reference(case: models.Case) -> nn.Module:
+    torch.manual_seed(SEED)
+    return case.make()
+
+
+def _trainer(case: models.Case, plan: nt.Plan, run: Run) -> nt.Trainer:
+    # other weights on other ranks: rank 0's count
+    torch.manual_seed(SEED + rank())
+    options = {"loss_fn": case.loss_fn, "grad_clip": run.grad_clip, "accumulate": run.accumulate}
+    return nt.Trainer(case.make(), plan, optimizer=run.optimizer, **options)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _forward(model: nn.Module, case: models.Case) -> torch.Tensor:
+    """Logits of a batch that is the same on all ranks, in eval mode."""
+    batch = case.batch(torch.Generator().manual_seed(SEED + 1), 4)
+    first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    model.eval()
+    with torch.no_grad():
+        output = model(first)
+    model.train()
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def _plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: models.Case, batch: Any, run: Run
+) -> torch.Tensor:
+    """One step of a plain loop: chunk by chunk, where a chunk is what all ranks compute at a time."""
+    optimizer.zero_grad()
+    shares = [_share(batch, run, part) for part in range(world_size())]
+    chunks = [_join([_chunk(share, run, index) for share in shares]) for index in range(run.accumulate)]
+    losses = [_plain_loss(model, case, chunk) for chunk in chunks]
+    total = sum(value for value, _ in losses) / sum(weight for _, weight in losses)
+    total.backward()
+    if run.grad_clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.grad_clip)
+    optimizer.step()
+    return total.detach()
+
+
+def _plain_loss(model: nn.Module, case: models.Case, batch: Any) -> tuple[torch.Tensor, Any]:
+    """Sum and weight."""
+    size = len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+    if case.loss_fn is not None:
+        result = case.loss_fn(model(batch[0]), *batch[1:])
+        return result if isinstance(result, tuple) else (result * size, size)
+    output = model(**batch) if isinstance(batch, dict) else model(*batch)
+    loss = output[1] if isinstance(output, tuple) else output.loss
+    return loss * size, size
+
+
+def _share(batch: Any, run: Run, part: int | None = None) -> Any:
+    part = rank() if part is None else part
+    sizes = run.sizes or (BATCH // world_size(),) * world_size()
+    return _map(batch, lambda tensor: tensor.split(sizes)[part])
+
+
+def _chunk(batch: Any, run: Run, index: int) -> Any:
+    return _map(batch, lambda tensor: tensor.tensor_split(run.accumulate)[index])
+
+
+def _map(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(batch, dict):
+        return {name: change(tensor) for name, tensor in batch.items()}
+    return tuple(change(tensor) for tensor in batch)
+
+
+def _join(batches: list[Any]) -> Any:
+    if isinstance(batches[0], dict):
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    return tuple(torch.cat(column) for column in zip(*batches, strict=True))
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((), batch) if isinstance(batch, dict) else (batch, {})
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _compare_gradients(reference: nn.Module, model: nn.Module, step: int, tolerance: Tolerance) -> None:
+    laid_out = dict(model.named_parameters())
+    assert list(laid_out) == [name for name, _ in reference.named_parameters()]
+    for name, parameter in reference.named_parameters():
+        gradient = laid_out[name].grad
+        assert (gradient is None) == (parameter.grad is None), f"gradient of {name} at step {step} is {gradient}"
+        if parameter.grad is not None and gradient is not None:
+            _compare(f"gradient of {name} at step {step}", parameter.grad, whole(gradient), tolerance)
+
+
+def _compare_states(expected: dict[str, Any], got: dict[str, Any], tolerance: Tolerance) -> None:
+    assert list(expected) == list(got)
+    for name, value in expected.items():
+        _compare(f"{name} after training", value, got[name], tolerance)
+
+
+def _compare(what: str, expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> None:
+    assert expected.shape == got.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+    expected, got = expected.detach().double(), got.detach().double()
+    allowed = tolerance.atol + tolerance.rtol * expected.abs().max().item()
+    error = (expected - got).abs().max().item()
+    assert error <= allowed, f"{what}: off by {error:.2e}, allowed {allowed:.2e}"
