@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 Batch = dict[str, torch.Tensor]
 
@@ -119,8 +120,6 @@ class Branches(nn.Module):
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=V,
@@ -135,8 +134,6 @@ def llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # masks differ between layouts
     return GPT2LMHeadModel(GPT2Config(vocab_size=V, n_positions=T, n_embd=D, n_layer=2, n_head=4, **dropout))
 

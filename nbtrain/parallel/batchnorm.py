@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -45,9 +46,9 @@ class GlobalBatchNorm(_BatchNorm):
     group: dist.ProcessGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training and self.running_mean is not None:
-            return super().forward(input)
         values = input.float()
+        if not self.training and self.running_mean is not None:
+            return self._by_running_statistics(values).to(input.dtype)
         count, mean, variance = self._statistics(values)
         if self.training and self.track_running_stats:
             self._track(count, mean.detach(), variance.detach())
@@ -55,6 +56,11 @@ class GlobalBatchNorm(_BatchNorm):
         if self.affine:
             normal = normal * _as_channels(self.weight.float(), values) + _as_channels(self.bias.float(), values)
         return normal.to(input.dtype)
+
+    def _by_running_statistics(self, values: torch.Tensor) -> torch.Tensor:
+        # FSDP's bf16 weights beside fp32 statistics are more than F.batch_norm can mix on a CPU
+        weight, bias = (self.weight.float(), self.bias.float()) if self.affine else (None, None)
+        return F.batch_norm(values, self.running_mean, self.running_var, weight, bias, eps=self.eps)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
