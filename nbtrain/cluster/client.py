@@ -62,7 +62,7 @@ class RankClient(ipp.Client):
         content = {
             "code": code,
             "silent": False,
-            "store_history": False,
+            "store_history": True,  # without it IPython does not see the semicolon that mutes a value
             "user_expressions": {},
             "allow_stdin": False,
             "stop_on_error": False,
@@ -71,7 +71,7 @@ class RankClient(ipp.Client):
         message = self.session.msg("execute_request", content=content, metadata=metadata)
         identity = message["header"]["msg_id"]
         self._listeners[identity] = (rank, listener)
-        self._post(self._mux_socket, message, rank)
+        self._post(message, rank)
         return identity
 
     def call(self, rank: int, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -83,7 +83,7 @@ class RankClient(ipp.Client):
         message = self.session.msg("nbtrain_call", content={"name": name})
         answer: Future[Any] = Future()
         self._calls[message["header"]["msg_id"]] = (rank, answer)
-        self._post(self._mux_socket, message, rank, buffers)
+        self._post(message, rank, buffers)
         return answer
 
     def ask(self, rank: int, name: str, **args: Any) -> Future[Any]:
@@ -98,7 +98,7 @@ class RankClient(ipp.Client):
                 answer.set_exception(RuntimeError(f"rank {rank}: {content['message']}"))
 
         sent = self._send(
-            self._control_socket,
+            self._control_stream,
             "nbtrain_request",
             content={"name": name, "args": args},
             ident=self._identity(rank),
@@ -113,7 +113,8 @@ class RankClient(ipp.Client):
     def abandon(self, rank: int, reason: str) -> None:
         """Nothing more will come from ``rank``: fail its calls. The cells' owner settles its cells."""
         for identity, (owner, answer) in list(self._calls.items()):
-            if owner == rank and self._calls.pop(identity, None) and not answer.done():
+            if owner == rank:
+                del self._calls[identity]
                 answer.set_exception(ConnectionError(reason))
         for identity, (owner, _) in list(self._listeners.items()):
             if owner == rank:
@@ -124,13 +125,16 @@ class RankClient(ipp.Client):
         self._listeners.pop(identity, None)
 
     def _identity(self, rank: int) -> bytes:
-        return self._engines[rank].encode()  # type: ignore[no-any-return]
+        identity: str = self._engines[rank]
+        return identity.encode()
 
-    def _post(self, socket: Any, message: dict[str, Any], rank: int, buffers: Any = None) -> None:
+    def _post(self, message: dict[str, Any], rank: int, buffers: Any = None) -> None:
+        # Through the stream, not its socket: a raw send may swallow the one notice that a reply has arrived, and the
+        # reply then lies there until something else comes (libzmq's descriptor is edge-triggered).
         if self._closed:
             raise OSError("the session's connections are closed")
         self._io_loop.add_callback(
-            lambda: self.session.send(socket, message, ident=self._identity(rank), buffers=buffers)
+            lambda: self.session.send(self._mux_stream, message, ident=self._identity(rank), buffers=buffers)
         )
 
     def _on_execute_reply(self, message: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbtrain import errors
 from nbtrain.cluster.ranks import compact
 
 Failure = dict[str, Any]
@@ -64,6 +65,18 @@ def render(groups: list[Group]) -> list[str]:
         rest = [rank for one in groups[MAX_GROUPS:] for rank in one.ranks]
         lines.append(f"… and {len(groups) - MAX_GROUPS} other errors on {ranks_text(rest)}")
     return lines
+
+
+def as_error(rank: int, failure: Failure) -> Exception:
+    """A failure of a function of ours: its own clear error as itself, another one with its traceback."""
+    last = failure["chain"][-1]
+    own: type[Exception] | None = getattr(errors, last["ename"], None)
+    if last["ename"] == "NotImplementedError":
+        own = NotImplementedError
+    if own is not None:
+        return own(last["evalue"])
+    groups = group({rank: failure})
+    return errors.CellError(summary(groups), groups, render(groups))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

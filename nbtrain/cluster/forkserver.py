@@ -81,7 +81,8 @@ class ForkServer:
                 event = json.loads(line)
                 self._heard(event.pop("event"), event)
         gone = StartError(f"the fork server ended; its log ends with:\n{self.tail() if self.log.exists() else ''}")
-        for future in (self.ready, *self._forked.values()):
+        waiting: list[Future[Any]] = [self.ready, *self._forked.values()]
+        for future in waiting:
             if not future.done():
                 future.set_exception(gone)
 

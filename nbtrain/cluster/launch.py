@@ -49,6 +49,7 @@ class Request:
     num_ranks: int
     gpus: tuple[str, ...]
     threads: int
+    backend: str
 
     def environment(self, rank: int, store_port: int) -> dict[str, str]:
         """torchrun's variables for ``rank`` on this host."""
@@ -80,6 +81,8 @@ class Request:
 
 class Launch(Protocol):
     """A running controller with its ranks."""
+
+    def start_engines(self) -> None: ...
 
     def connection_info(self) -> dict[str, Any]: ...
 
@@ -115,7 +118,7 @@ class ForkLaunch:
             self.stop()
             raise
 
-    def fork_engines(self) -> None:
+    def start_engines(self) -> None:
         """Fork the ranks, once the server is ready."""
         if not self._server.ready.result(timeout=120)["fork_safe"]:
             raise StartError("importing torch initialised CUDA, so engines cannot be forked; type --launcher spawn")
@@ -189,12 +192,12 @@ class ClusterLaunch:
             )
         return int(_wait_for(port_file, self._store.poll).read_text())
 
-    def fork_engines(self) -> None:
+    def start_engines(self) -> None:
         """Start the controller and the engines."""
         self._cluster.start_cluster_sync()
 
     def connection_info(self) -> dict[str, Any]:
-        return self._cluster.controller.get_connection_info_sync()["client"]  # type: ignore[no-any-return]
+        return self._cluster.controller.get_connection_info_sync()["client"]
 
     def processes(self) -> dict[int, psutil.Process]:
         engines = next(iter(self._cluster.engines.values()))

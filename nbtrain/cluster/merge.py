@@ -7,8 +7,8 @@
     rank 2   A  W  B  C2       [2] W      (before B: the others wait for rank 2 to catch up)
                                [0] C0 ..
 
-Pure logic: no clock, no thread, no kernel. Each rank has a queue of tokens. A token is let go when every rank that
-can still print has it at its head, or when it has waited for ``hold_s`` seconds. Within a rank, order is kept.
+Pure logic: no clock, no thread, no kernel. Each rank has a queue of tokens. A token is let go when every rank has it
+at its head, or when it has waited for ``hold_s`` seconds. Within a rank, order is kept.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nbtrain.cluster.ranks import compact
 
 _FRACTION = re.compile(r"(\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?)|%)")
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")  # where an object lies is no difference between ranks
 _CHANGING = re.compile(r"[\d.,:?%\s/<|▏▎▍▌▋▊▉█#=>\-]+")
 
 
@@ -37,7 +38,9 @@ class Line:
     @property
     def key(self) -> Hashable:
         # Bars differ in their times only: what does not change tells which bars are one.
-        return (self.stream, "bar", _CHANGING.sub(" ", self.text)) if self.bar else (self.stream, self.text)
+        return (
+            (self.stream, "bar", _CHANGING.sub(" ", self.text).strip()) if self.bar else (self.stream, _same(self.text))
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Rich:
     @property
     def key(self) -> Hashable:
         named = self.display_id is not None
-        return (self.kind, json.dumps(self.data, sort_keys=True, default=str), named)
+        return (self.kind, _same(json.dumps(self.data, sort_keys=True, default=str)), named)
 
 
 Token = Line | Rich
@@ -80,7 +83,6 @@ class _Rank:
     partial: dict[str, str] = field(default_factory=dict)
     bars: dict[str, str] = field(default_factory=dict)
     partial_since: float = 0.0
-    finished: bool = False
     emitted: int = 0
 
     def put(self, token: Token, now: float) -> None:
@@ -103,7 +105,7 @@ class _Rank:
 class Merger:
     """Merges the output of ``ranks``."""
 
-    def __init__(self, ranks: Sequence[int], hold_s: float = 0.1) -> None:
+    def __init__(self, ranks: Sequence[int], hold_s: float = 0.2) -> None:
         self.ranks = {rank: _Rank() for rank in ranks}
         self.hold_s = hold_s
 
@@ -125,9 +127,8 @@ class Merger:
         self.ranks[rank].put(rich, now)
 
     def finish(self, rank: int, now: float) -> None:
-        """The rank's cell is over: others need not wait for it. It may still print, from a thread."""
+        """The rank's cell is over: its last line is complete. It may still print, from a thread."""
         self._end_lines(self.ranks[rank], now)
-        self.ranks[rank].finished = True
 
     def take(self, now: float, *, final: bool = False) -> Iterator[Piece]:
         """The pieces that can be shown now; with ``final`` everything that is left."""
@@ -177,17 +178,25 @@ class Merger:
                 heads.setdefault(state.queue[0][1].key, []).append(rank)
         if not heads:
             return None
-        may_print = [rank for rank, state in self.ranks.items() if state.queue or not state.finished]
         ready = [
-            group for key, group in heads.items() if final or len(group) == len(may_print) or self._expired(group, now)
+            group for key, group in heads.items() if final or len(group) == len(self.ranks) or self._expired(group, now)
         ]
         if not ready:
             return None
         free = [group for group in ready if not self._others_come_to(group)]
         return min(free or ready, key=lambda group: (self.ranks[group[0]].emitted, group[0]))
 
-    def _expired(self, group: Iterable[int], now: float) -> bool:
+    def _expired(self, group: list[int], now: float) -> bool:
+        if self._bar_goes_on(self.ranks[group[0]].queue[0][1]):
+            return False
         return now - min(self.ranks[rank].queue[0][0] for rank in group) >= self.hold_s
+
+    def _bar_goes_on(self, token: Token) -> bool:
+        """Whether a finished bar still runs on another rank, so that the slowest can be shown for all."""
+        if not (isinstance(token, Line) and token.bar):
+            return False
+        standing = (Line(s, text, bar=True) for state in self.ranks.values() for s, text in state.bars.items())
+        return any(bar.key == token.key for bar in standing)
 
     def _others_come_to(self, group: list[int]) -> bool:
         key = self.ranks[group[0]].queue[0][1].key
@@ -198,6 +207,10 @@ class Merger:
         if isinstance(tokens[0], Line) and tokens[0].bar:
             return min(tokens, key=lambda token: _fraction(token.text))  # type: ignore[union-attr]
         return tokens[0]
+
+
+def _same(text: str) -> str:
+    return _ADDRESS.sub("at 0x", text) if "at 0x" in text else text
 
 
 def _overwritten(text: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from nbtrain.cluster.failures import ranks_text
 from nbtrain.cluster.merge import Line, Merger, Piece, Rich
 from nbtrain.cluster.sinks import Sink
 
@@ -42,7 +43,7 @@ class CellOutput:
                 self.merger.text(rank, content["name"], content["text"], now)
             elif kind in ("display_data", "execute_result"):
                 display_id = content.get("transient", {}).get("display_id")
-                self.merger.rich(rank, Rich(kind, content["data"], content["metadata"], display_id), now)
+                self.merger.rich(rank, Rich(kind, _portable(content["data"]), content["metadata"], display_id), now)
             elif kind == "update_display_data":
                 self._update(rank, content)
             elif kind == "clear_output" and rank == self._leader:  # one clear, not one a rank
@@ -85,7 +86,7 @@ class CellOutput:
             chunk.add("stdout", labelled(piece.label, rich.data["text/plain"] + "\n"))
             return
         if piece.label:
-            chunk.add("stdout", piece.label.rstrip() + "\n")
+            chunk.add("stdout", f"{ranks_text(piece.ranks)}:\n")
         chunk.flush()
         display_id = f"{piece.ranks[0]}-{rich.display_id}" if rich.display_id else None
         self.sink.display(rich.data, rich.metadata, display_id, update=False)
@@ -213,6 +214,11 @@ class Publisher:
                 if output.busy:
                     self.touch(output)
             time.sleep(PUBLISH_S)  # the pace: chunks gather meanwhile
+
+
+def _portable(data: dict[str, Any]) -> dict[str, Any]:
+    """Without the views of widgets, whose models live on the rank: the page could not find them."""
+    return {kind: value for kind, value in data.items() if not kind.startswith("application/vnd.jupyter.widget")}
 
 
 def labelled(label: str, text: str) -> str:

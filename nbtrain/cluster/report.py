@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from IPython.core.getipython import get_ipython
 from IPython.display import display
@@ -54,16 +54,22 @@ class Status(Table):
 
 
 class Holdings(Table):
-    """What each rank holds of the modules that were just parallelized; ``holdings`` is by rank, then by name."""
+    """What each rank holds of the modules that were just parallelized.
+
+    ``holdings`` is by rank, then by module name, and then what `nbtrain.parallel.holdings.holdings` gives.
+    """
+
+    SHOWN: ClassVar = ("layout", "local_parameters", "parameters_bytes", "buffers_bytes")
 
     def __init__(self, holdings: dict[int, dict[str, dict[str, Any]]]) -> None:
         rows = [
-            (name, str(rank), *(_text(key, value) for key, value in held.items()))
+            (name, str(rank), *(_text(key, held[key]) for key in self.SHOWN))
             for rank, by_name in holdings.items()
             for name, held in by_name.items()
         ]
-        first = next(iter(next(iter(holdings.values())).values()))
-        super().__init__("What each rank holds:", ("module", "rank", *(_title(key) for key in first)), sorted(rows))
+        plan = next(iter(next(iter(holdings.values())).values()))["plan"]
+        columns = ("module", "rank", "layout", "parameters held", "parameter memory", "buffer memory")
+        super().__init__(f"What each rank holds under {plan}:", columns, sorted(rows))
 
 
 def size(count: float) -> str:
@@ -73,10 +79,6 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")
-
-
-def _title(key: str) -> str:
-    return key.removesuffix("_bytes").removeprefix("num_").replace("_", " ")
 
 
 def _text(key: str, value: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import importlib.util
 import os
 import threading
 from typing import Any
@@ -35,6 +36,13 @@ upstream.Kernel = RankKernel
 upstream.IOPubThread = functools.partial(IOPubThread, pipe=True)
 
 
+SHELL_ARGS = (
+    "--HistoryManager.enabled=False",  # every rank of every notebook would write one file
+    "--InteractiveShell.cache_size=0",  # `Out` would keep the memory of every result
+    "--IPCompleter.use_jedi=False",  # completion answers while a cell runs: it must be quick
+)
+
+
 class RankEngine(upstream.IPEngine):
     """An engine whose id is its rank."""
 
@@ -46,13 +54,15 @@ class RankEngine(upstream.IPEngine):
 
     async def complete_registration(self, msg: Any, connect: Any, maybe_tunnel: Any) -> None:
         await super().complete_registration(msg, connect, maybe_tunnel)
+        # Libraries (tqdm.auto among them) take this entry for a page that can show widgets.
+        self.kernel.shell.config.pop("IPKernelApp", None)
         _threads_inherit_their_cell()
+        _bars_are_text()
 
 
 def run(argv: list[str]) -> None:
     """Run an engine until it is stopped."""
-    # Several notebooks and every rank would write one history file.
-    RankEngine.launch_instance(argv=[*argv, "--HistoryManager.enabled=False"])
+    RankEngine.launch_instance(argv=[*argv, *SHELL_ARGS])
 
 
 def _threads_inherit_their_cell() -> None:
@@ -68,3 +78,14 @@ def _threads_inherit_their_cell() -> None:
         start(self)
 
     threading.Thread.start = start_in_context  # type: ignore[method-assign]
+
+
+def _bars_are_text() -> None:
+    """Make tqdm's notebook bars text: their widgets would live on the rank, where no page finds them."""
+    if importlib.util.find_spec("tqdm") is None:
+        return
+    import tqdm
+    import tqdm.notebook
+
+    tqdm.notebook.tqdm = tqdm.notebook.tqdm_notebook = tqdm.tqdm
+    tqdm.notebook.trange = tqdm.notebook.tnrange = tqdm.trange

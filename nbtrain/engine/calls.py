@@ -10,6 +10,7 @@ import contextlib
 from typing import Any
 
 import torch
+from ipyparallel.serialize import uncan
 from IPython.core.getipython import get_ipython
 
 from nbtrain.engine import groups
@@ -24,9 +25,9 @@ def join(ns: dict[str, Any], **options: Any) -> dict[str, Any]:
     return groups.join(ns, **options)
 
 
-def push(ns: dict[str, Any], names: dict[str, Any]) -> None:
-    """Bind ``names`` in the rank's namespace."""
-    ns.update(names)
+def push(ns: dict[str, Any], canned: dict[str, Any]) -> None:
+    """Bind the names in the rank's namespace; functions see that namespace as their globals."""
+    ns.update({name: uncan(value, ns) for name, value in canned.items()})
 
 
 def pull(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -61,7 +62,8 @@ def parallelize_names(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
     Raises:
         UsageError: a name that is not bound, or not to a module.
     """
-    from nbtrain.parallel.parallelize import holdings, parallelize
+    from nbtrain.parallel.holdings import holdings
+    from nbtrain.parallel.parallelize import parallelize
 
     plan = ns.get("plan", Plan())
     for name in names:

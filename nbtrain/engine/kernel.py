@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 from ipykernel.zmqshell import ZMQInteractiveShell
 from ipyparallel.engine.kernel import IPythonParallelKernel
 from ipyparallel.serialize import deserialize_object, serialize_object
-from IPython.core.error import UsageError
+from IPython.core.error import UsageError as MagicUsageError
 from traitlets import Any as AnyTrait
 from traitlets import Type
 
 from nbtrain.engine import tracebacks
+from nbtrain.errors import UsageError
 
 
 class RankShell(ZMQInteractiveShell):
@@ -43,12 +45,12 @@ class RankShell(ZMQInteractiveShell):
     def showsyntaxerror(self, *_: Any, **__: Any) -> None:
         self._record(None)
 
-    def show_usage_error(self, exc: UsageError) -> None:
+    def show_usage_error(self, exc: MagicUsageError) -> None:
         self._record((type(exc), exc, exc.__traceback__))
 
     def _record(self, exc_tuple: Any) -> None:
         kind, value, trace = exc_tuple or sys.exc_info()
-        if value is None:
+        if kind is None or value is None:
             return
         sys.stdout.flush()  # what was printed before the error is shown before it
         sys.stderr.flush()
@@ -57,11 +59,26 @@ class RankShell(ZMQInteractiveShell):
         self.failure = tracebacks.describe(value)
 
 
+class _NoShellThread:
+    """Stands for the shell-channel thread that an engine does not have.
+
+    ipykernel asks it which thread runs cells, before it awaits a cell with a top-level ``await``, and takes for granted
+    that it is there: in ipyparallel's engines such a cell is never answered.
+    """
+
+    parent_thread = threading.main_thread()
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class RankKernel(IPythonParallelKernel):
     """Adds to a reply what the notebook needs to know about the cell, and to the control channel our requests."""
 
     shell_class = Type(RankShell)
     last_result = AnyTrait(None)
+    shell_channel_thread = AnyTrait(_NoShellThread())
+    _supports_kernel_subshells = False
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -74,9 +91,15 @@ class RankKernel(IPythonParallelKernel):
         sent = (kwargs.get("cell_meta") or {}).get("nbtrain", {})
         shell.cell_label = (sent.get("label", ""), sent.get("offset", 0))
         started = time.time()
-        reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
+        try:
+            reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
+        except Exception as error:  # the kernel's own: without a reply the notebook would wait for ever
+            shell.failure = tracebacks.describe(error)
+            reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
         result = shell.last_execution_result
         self.last_result = result.result if result is not None else None
+        if self.last_result is not None:
+            shell.user_ns["_"] = self.last_result
         reply["nbtrain"] = {"seconds": time.time() - started, "failure": shell.failure}
         return reply
 
@@ -91,7 +114,7 @@ class RankKernel(IPythonParallelKernel):
             value = getattr(calls, parent["content"]["name"])(self.shell.user_ns, *args, **kwargs)
             buffers = serialize_object(value, self.session.buffer_threshold, self.session.item_threshold)
         except BaseException as error:  # KeyboardInterrupt too: the notebook waits for a reply
-            content = {"status": "error", "failure": tracebacks.describe(error)}
+            content = {"status": "error", "failure": tracebacks.describe(_explained(error))}
         self.session.send(stream, "nbtrain_reply", content, parent=parent, ident=ident, buffers=buffers)
 
     def nbtrain_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
@@ -104,15 +127,19 @@ class RankKernel(IPythonParallelKernel):
         self.session.send(stream, "nbtrain_reply", reply, parent=parent, ident=ident)
 
 
+def _explained(error: BaseException) -> BaseException:
+    """An error that says what to type, where pickle names only what it did not find."""
+    if isinstance(error, AttributeError) and "on <module '__main__'" in str(error):
+        return UsageError(
+            f"{error}: the ranks do not know this class; run the cell that defines it there too, "
+            "with %%distributed --local"
+        )
+    return error
+
+
 def complete(kernel: RankKernel, code: str, cursor: int) -> dict[str, Any]:
     """Completions of ``code`` at ``cursor`` from the rank's namespace."""
     reply: dict[str, Any] = kernel.do_complete(code, cursor)
-    return reply
-
-
-def inspect(kernel: RankKernel, code: str, cursor: int, detail: int) -> dict[str, Any]:
-    """What the rank knows of the name at ``cursor``: Shift+Tab."""
-    reply: dict[str, Any] = kernel.do_inspect(code, cursor, detail)
     return reply
 
 
@@ -121,4 +148,4 @@ def where(kernel: RankKernel) -> dict[str, Any]:
     return tracebacks.current_line()
 
 
-CONTROL: dict[str, Callable[..., Any]] = {"complete": complete, "inspect": inspect, "where": where}
+CONTROL: dict[str, Callable[..., Any]] = {"complete": complete, "where": where}

@@ -20,7 +20,9 @@ def serve(path: str, host: str = HOST) -> None:
 
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it without saying so
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     _write_atomically(Path(path), str(port))
     while True:
         signal.pause()

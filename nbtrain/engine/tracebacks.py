@@ -23,8 +23,8 @@ _LIBRARIES = tuple(
     {
         str(Path(path).resolve())
         for path in (
-            *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-            Path(__file__).parents[1],
+            *(sysconfig.get_path(name) or "" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+            str(Path(__file__).parents[1]),
         )
     }
 )

@@ -10,8 +10,9 @@ from IPython.display import display
 
 from nbtrain.cluster import session as sessions
 from nbtrain.cluster.cell import Handle
+from nbtrain.cluster.failures import ranks_text
 from nbtrain.cluster.session import Session, check_syntax
-from nbtrain.errors import UsageError, nearest
+from nbtrain.errors import NbtrainError, UsageError, nearest
 from nbtrain.magics import auto, parse
 from nbtrain.magics.help import HELP
 
@@ -22,11 +23,14 @@ class DistributedMagics(Magics):
 
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> Any:
-        if cell is not None:
-            return self._run_cell(parse.cell_options(line), cell)
-        words = parse.split(line)
-        verb = parse.verb(words[0]) if words else "status"
-        return getattr(self, f"_{verb}")(words[1:])
+        try:
+            if cell is not None:
+                return self._run_cell(parse.cell_options(line), cell)
+            words = parse.split(line)
+            verb = parse.verb(words[0]) if words else "status"
+            return getattr(self, f"_{verb}")(words[1:])
+        except (NbtrainError, NotImplementedError) as problem:
+            raise in_one_line(problem) from None
 
     distributed.__doc__ = HELP
 
@@ -48,14 +52,14 @@ class DistributedMagics(Magics):
             parallelize=options.parallelize,
             push=self._local_values(options.push),
             block=not options.no_block,
-            name=options.name,
+            name=options.name or "",
             timeout=options.timeout,
             values=bool(options.out),
             label=label,
             offset=offset,
         )
         if options.no_block:
-            return self._present(answer, options.name)
+            return self._present(answer, options.name or "")
         if options.out:
             self.shell.user_ns[options.out] = answer
         if options.local:
@@ -67,10 +71,10 @@ class DistributedMagics(Magics):
         session = sessions.current_or_new()
         if not session.started:
             session.start(options.n)
-            print(session.headline())
+            print(f"{session.headline()} started in {session.start_seconds:.1f} s")
         elif options.n not in (None, session.world_size):
             raise UsageError(
-                f"-n {options.n}: {session.headline()} already; leave -n away, choose ranks with -r, or type "
+                f"-n {options.n}: {session.headline()} run already; leave -n away, choose ranks with -r, or type "
                 f"%distributed restart -n {options.n}, which loses what they hold"
             )
         return session
@@ -103,12 +107,12 @@ class DistributedMagics(Magics):
         session = sessions.current_or_new()
         again = session.started
         session.start(**options)
-        print(session.headline() + (" already" if again else f", started in {session.start_seconds:.1f} s"))
+        print(session.headline() + (" run already" if again else f" started in {session.start_seconds:.1f} s"))
 
     def _restart(self, words: list[str]) -> None:
         session = sessions.current_or_new()
         session.restart(**parse.start_options("restart", words))
-        print(f"{session.headline()}, started in {session.start_seconds:.1f} s; what the ranks held is gone")
+        print(f"{session.headline()} started in {session.start_seconds:.1f} s; what the ranks held before is gone")
 
     def _stop(self, words: list[str]) -> None:
         parse.Parser("%distributed stop").parse(words)
@@ -123,7 +127,7 @@ class DistributedMagics(Magics):
     def _interrupt(self, words: list[str]) -> None:
         _, ranks = parse.rank_option("interrupt", words)
         busy = sessions.session().interrupt(ranks)
-        print(f"interrupted {sessions.ranks_text(busy)}" if busy else "no rank runs a cell")
+        print(f"interrupted {ranks_text(busy)}" if busy else "no rank runs a cell")
 
     def _push(self, words: list[str]) -> None:
         names, ranks = parse.rank_option("push", words)
@@ -147,6 +151,14 @@ class DistributedMagics(Magics):
         else:
             auto.remove(self.shell)
             print("cells run here again; begin one with %%distributed to run it on the ranks")
+
+
+def in_one_line(problem: Exception) -> Exception:
+    """Make IPython show ``problem`` without frames: none of them is the user's. Errors of ranks show their own."""
+    if not hasattr(problem, "_render_traceback_"):
+        line = f"{type(problem).__name__}: {problem}"
+        problem._render_traceback_ = lambda: [line]  # type: ignore[attr-defined]
+    return problem
 
 
 def check_cell(source: str) -> None:

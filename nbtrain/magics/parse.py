@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nbtrain.errors import UsageError, nearest
 
@@ -54,7 +54,7 @@ def cell_options(line: str) -> argparse.Namespace:
     parser.add_argument("--push", type=_names, default=[])
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--no-block", action="store_true")
-    parser.add_argument("--name", type=_name, default="")
+    parser.add_argument("--name", type=_name)
     parser.add_argument("--timeout", type=_seconds)
     parser.add_argument("--watch")
     options = parser.parse(split(_join_rank_spec(line)))
@@ -62,7 +62,7 @@ def cell_options(line: str) -> argparse.Namespace:
     return options
 
 
-def start_options(verb: str, words: list[str]) -> dict[str, object]:
+def start_options(verb: str, words: list[str]) -> dict[str, Any]:
     """The options of ``%distributed start`` and ``restart``, without those that were not given."""
     parser = Parser(f"%distributed {verb}")
     parser.add_argument("-n", type=_count)

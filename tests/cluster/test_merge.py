@@ -69,11 +69,20 @@ def test_an_unfinished_line_is_shown_after_a_while() -> None:
     assert show(merger, now=0.6) == ["working "]
 
 
-def test_a_finished_rank_holds_nobody_up() -> None:
-    merger = Merger(range(2))
+def test_a_rank_that_printed_nothing_holds_nobody_up_for_long() -> None:
+    merger = Merger(range(2), hold_s=0.1)
     merger.finish(0, now=0.0)
     merger.text(1, "stdout", "late\n", now=0.0)
-    assert show(merger, now=0.0) == ["[1] late\n"]
+    assert show(merger, now=0.2) == ["[1] late\n"]
+
+
+def test_a_finished_bar_waits_for_the_slowest_rank() -> None:
+    merger = Merger(range(2), hold_s=0.1)
+    merger.text(1, "stderr", "\rgo:  20%|##        | 2/10 [00:01<00:04, 2.00it/s]", now=0.0)
+    merger.text(0, "stderr", "\rgo: 100%|##########| 10/10 [00:01<00:00, 9.00it/s]\n", now=0.0)
+    assert show(merger, now=5.0) == []
+    merger.text(1, "stderr", "\rgo: 100%|##########| 10/10 [00:05<00:00, 2.00it/s]\n", now=5.0)
+    assert len(show(merger, now=5.0)) == 1
 
 
 def test_a_bar_is_shown_once_from_the_slowest_rank() -> None:

@@ -1,0 +1,44 @@
+# make demo       a fresh machine: the environment, then the quickstart notebook on real engines
+# make lab        the notebooks in JupyterLab
+# make test       the environment, then all tests
+# make check      style, types and layers
+# make benchmarks measures against the peers and rewrites the README's table
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
+NOTEBOOK ?= notebooks/00_quickstart.ipynb
+
+.PHONY: demo lab test check benchmarks clean
+
+demo: .venv/lab
+	$(BIN)/python notebooks/show.py $(NOTEBOOK)
+
+lab: .venv/lab
+	$(BIN)/jupyter lab $(NOTEBOOK)
+
+test: .venv/dev
+	$(BIN)/python -m pytest -m "not slow"
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+benchmarks: .venv/dev
+	$(BIN)/python tests/benchmarks/run.py
+
+clean:
+	rm -rf .venv
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/lab: pyproject.toml tests/constraints.txt | .venv/bin/python
+	$(PIP) --editable '.[lab]'
+	touch $@
+
+.venv/dev: pyproject.toml tests/constraints.txt | .venv/bin/python
+	$(PIP) --editable '.[dev]'
+	touch $@ .venv/lab
