@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,9 +41,9 @@ class Replica(nn.Module):
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.usage = Usage(self._trained)
         self._reached: set[int] = set()
+        self._completing = False
         for index, parameter in enumerate(self._trained):
-            parameter.register_post_accumulate_grad_hook(self.usage.marker(index))  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(self._reach)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._marker(index))  # type: ignore[no-untyped-call]
         self.rewrap()
 
     def rewrap(self) -> None:
@@ -90,10 +90,16 @@ class Replica(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    def _reach(self, parameter: torch.Tensor) -> None:
-        if not self._reached and vars(self)["_ddp"].require_backward_grad_sync:
-            Variable._execution_engine.queue_callback(self._complete)
-        self._reached.add(id(parameter))
+    def _marker(self, index: int) -> Callable[[torch.Tensor], None]:
+        def mark(parameter: torch.Tensor) -> None:
+            if self._completing:
+                return
+            if not self._reached and vars(self)["_ddp"].require_backward_grad_sync:
+                Variable._execution_engine.queue_callback(self._complete)
+            self._reached.add(index)
+            self.usage.mark(index)
+
+        return mark
 
     def _complete(self) -> None:
         """At the end of backward: gives the reducer zeros for what backward did not reach.
@@ -101,7 +107,12 @@ class Replica(nn.Module):
         DDP waits for every parameter. Its own cure (``find_unused_parameters``) walks the whole graph in each step
         and never orders its buckets by arrival.
         """
-        missing = [parameter for parameter in self._trained if id(parameter) not in self._reached]
-        if missing:
-            torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+        missing = [parameter for index, parameter in enumerate(self._trained) if index not in self._reached]
         self._reached.clear()
+        if not missing:
+            return
+        self._completing = True
+        try:
+            torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+        finally:
+            self._completing = False

@@ -33,7 +33,8 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module
     units = self_contained(model, repeated_blocks(model))
     options: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": plan.zero == 3,
+        # None: all but the root, whose parameters backward needs at once
+        "reshard_after_forward": None if plan.zero == 3 else False,
         "mp_policy": shard_policy(plan.precision),
     }
     for unit in units.values():

@@ -40,13 +40,9 @@ class Usage:
             if total == 0:
                 parameter.grad = None
 
-    def marker(self, index: int) -> Callable[[torch.Tensor], None]:
-        """A hook for the tensor whose gradient is that of parameter ``index``."""
-
-        def mark(parameter: torch.Tensor) -> None:
-            self._marks[index] = 1.0
-
-        return mark
+    def mark(self, index: int) -> None:
+        """Parameter ``index`` got a gradient."""
+        self._marks[index] = 1.0
 
 
 class ShardUsage(Usage):
@@ -65,8 +61,11 @@ class ShardUsage(Usage):
         # a gathered parameter exists from its first gathering on, and is the same tensor ever after
         for index, record in list(self._waiting.items()):
             if hasattr(record, "_unsharded_param"):
-                record._unsharded_param.register_post_accumulate_grad_hook(self.marker(index))
+                record._unsharded_param.register_post_accumulate_grad_hook(self._marker(index))
                 del self._waiting[index]
+
+    def _marker(self, index: int) -> Callable[[torch.Tensor], None]:
+        return lambda parameter: self.mark(index)
 
 
 def _records(model: nn.Module) -> Iterator[Any]:
