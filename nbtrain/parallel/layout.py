@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Layout:
             return "one device"
         return "sharded" if self.shards else "replicated"
 
-    @property
+    @functools.cached_property
     def group(self) -> dist.ProcessGroup | None:
         """All data-parallel ranks; None when this rank is alone."""
         return None if self.mesh is None or self.dp == 1 else data_mesh(self.mesh).get_group()

@@ -36,11 +36,7 @@ def _misfit(degrees: Mapping[str, int], known: int, world_size: int) -> str:
     product = f"{' * '.join(factors)} = {known}" if len(factors) > 1 else "".join(factors) or "1"
     relation = "does not divide" if -1 in degrees.values() else "is not"
     fits = _single_changes(degrees, world_size)
-    cure = (
-        f"one of these fits: {'; '.join(fits)}"
-        if fits
-        else f"type dp_replicate=1,dp_shard={world_size},tp=1,pp=1"
-    )
+    cure = f"one of these fits: {'; '.join(fits)}" if fits else f"type dp_replicate=1,dp_shard={world_size},tp=1,pp=1"
     return f"{product} {relation} the {world_size} ranks there are; {cure}"
 
 

@@ -14,9 +14,7 @@ def describe(plan: Plan, num_parameters: int | None) -> str:
     """A few lines of text; bytes and elements when the plan is resolved and ``num_parameters`` is known."""
     lines = [_title(plan), *_states(plan), _traffic(plan)]
     if plan.precision != "fp32":
-        lines.append(
-            f"  precision        {plan.precision} compute; weights, reductions, optimizer state fp32"
-        )
+        lines.append(f"  precision        {plan.precision} compute; weights, reductions, optimizer state fp32")
     lines += _model_parallel(plan)
     if num_parameters is not None and _is_resolved(plan):
         lines += _amounts(plan, num_parameters)
@@ -63,9 +61,7 @@ def _traffic(plan: Plan) -> str:
         return f"{name}nothing"
     if plan.zero == 0 or plan.dp_shard == 1:
         return f"{name}an all-reduce of the gradients (2P elements)"
-    gathers = (
-        "two all-gathers of the parameters (2P)" if plan.zero == 3 else "an all-gather of the parameters (P)"
-    )
+    gathers = "two all-gathers of the parameters (2P)" if plan.zero == 3 else "an all-gather of the parameters (P)"
     moved = f"{name}{gathers}, a reduce-scatter of the gradients (P)"
     return moved + (", an all-reduce of its shards across replicas" if plan.dp_replicate != 1 else "")
 

@@ -92,8 +92,7 @@ def _recompute(name: str, value: Any) -> str | int:
     if value in RECOMPUTES or (_is_int(value) and value >= 1):
         return value  # type: ignore[no-any-return]  # str or int, as just tested
     raise PlanError(
-        f"{name}={value!r} is not one of {_listed(RECOMPUTES)} or n, for every n-th block"
-        f"{_hint(value, RECOMPUTES)}"
+        f"{name}={value!r} is not one of {_listed(RECOMPUTES)} or n, for every n-th block{_hint(value, RECOMPUTES)}"
     )
 
 
@@ -105,9 +104,7 @@ def _offload(name: str, value: Any) -> tuple[str, ...] | None:
         raise PlanError(f"{name}={value!r} must be None or any of {_listed(OFFLOADS)}, joined by '+'")
     for part in parts:
         if part not in OFFLOADS:
-            raise PlanError(
-                f"{name} names {part!r}, which is not one of {_listed(OFFLOADS)}{_hint(part, OFFLOADS)}"
-            )
+            raise PlanError(f"{name} names {part!r}, which is not one of {_listed(OFFLOADS)}{_hint(part, OFFLOADS)}")
     return tuple(choice for choice in OFFLOADS if choice in parts)
 
 

@@ -173,8 +173,7 @@ def _plain(value: Any) -> Any:
 def _require_one_free_degree(plan: Plan) -> None:
     if plan.dp_replicate == plan.dp_shard == -1:
         raise PlanError(
-            "dp_replicate=-1 and dp_shard=-1 cannot both take the ranks that are left; "
-            "type dp_replicate=-1,dp_shard=1"
+            "dp_replicate=-1 and dp_shard=-1 cannot both take the ranks that are left; type dp_replicate=-1,dp_shard=1"
         )
 
 
