@@ -115,6 +115,8 @@ def _join(store: Path, rank: int, world_size: int, timeout: float) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
     )
+    # a function that communicates nothing could end before its peers have connected
+    dist.barrier()
 
 
 def _collect(children: list[tuple[int, int]], timeout: float) -> list[tuple[bool, Any]]:

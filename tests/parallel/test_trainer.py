@@ -1,0 +1,263 @@
+"""`Trainer`: the ways in which a batch enters, what comes out, and what bad input gets."""
+
+import json
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import rank, world_size
+from ranks import run_ranks
+from torch import nn
+
+import nbtrain as nt
+from nbtrain.errors import BatchError, ModelError, UsageError
+from nbtrain.parallel.holdings import holdings
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.layer(a + b) * scale
+
+
+A, B, Y = torch.ones(4, 3), torch.ones(4, 3), torch.zeros(4, 2)
+
+
+def loss_of(make: Any, loss_fn: Any, *positional: Any, **named: Any) -> float:
+    torch.manual_seed(0)
+    return nt.Trainer(make(), nt.Plan(), optimizer=sgd, loss_fn=loss_fn).step(*positional, **named).item()
+
+
+def test_inputs_are_unpacked_into_the_forward() -> None:
+    def labelled(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, labels)
+
+    expected = loss_of(Two, F.mse_loss, (A, B), Y)
+    assert loss_of(Two, F.mse_loss, [A, B], Y) == expected
+    assert loss_of(Two, F.mse_loss, {"a": A, "b": B}, Y) == expected
+    assert loss_of(Two, labelled, a=A, b=B, labels=Y) == expected
+    assert loss_of(Two, F.mse_loss, a=A, b=B, target=Y) == expected
+    assert loss_of(Two, lambda output, target: (F.mse_loss(output, target, reduction="sum"), 8), (A, B), Y) == (
+        pytest.approx(expected)
+    )
+    assert loss_of(Two, F.mse_loss, (A, B, 2.0), Y) == pytest.approx(4 * expected)
+
+
+class Own(Two):
+    def forward(self, a: torch.Tensor, b: torch.Tensor, form: str = "scalar") -> Any:  # type: ignore[override]
+        output = super().forward(a, b)
+        loss = output.square().mean()
+        return {
+            "scalar": loss,
+            "tuple": (output, loss),
+            "dict": {"loss": loss, "logits": output},
+            "attribute": type("Output", (), {"loss": loss})(),
+            "none": (output, None),
+            "two": (loss, loss),
+        }[form]
+
+
+@pytest.mark.parametrize("form", ["scalar", "tuple", "dict", "attribute"])
+def test_a_models_own_loss_is_found(form: str) -> None:
+    expected = loss_of(Two, F.mse_loss, (A, B), Y)
+    assert loss_of(Own, None, A, B, form) == expected
+    assert loss_of(Own, None, {"a": A, "b": B, "form": form}) == expected
+    assert loss_of(Own, None, a=A, b=B, form=form) == expected
+
+
+@pytest.mark.parametrize("form", ["none", "two"])
+def test_a_model_without_one_loss_says_what_it_gave(form: str) -> None:
+    with pytest.raises(ModelError, match="a tuple of 2; give Trainer a loss_fn"):
+        loss_of(Own, None, A, B, form)
+
+
+def test_a_loss_function_of_another_kind_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"loss_fn returned a tensor of shape \(4, 2\)"):
+        loss_of(Two, lambda output, target: output - target, (A, B), Y)
+    with pytest.raises(UsageError, match="takes none of the batch's 'a', 'b', 'labels'"):
+        loss_of(Two, lambda output, wrong: output.mean(), a=A, b=B, labels=Y)
+    with pytest.raises(BatchError, match=r"type trainer\.step\(inputs, targets\)"):
+        loss_of(Two, F.mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_fn": 3}, "loss_fn=3 is no function"),
+        ({"grad_clip": 0.0}, "grad_clip=0.0 must be a positive norm"),
+        ({"accumulate": 0}, "accumulate=0 must be an integer of at least 1"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR(sgd([torch.zeros(1)]), 1)}, "belongs to another optimizer"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        nt.Trainer(Two(), nt.Plan(), optimizer=sgd, **options)
+
+
+def test_a_batch_too_small_to_accumulate_is_refused() -> None:
+    trainer = nt.Trainer(Two(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss, accumulate=8)
+    with pytest.raises(BatchError, match="type accumulate=4"):
+        trainer.step((A, B), Y)
+
+
+def test_tensors_of_another_first_dim_go_to_every_chunk() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor, positions: torch.Tensor, flag: bool) -> torch.Tensor:
+            assert positions.shape == (5, 3)
+            assert flag
+            return self.layer(x + positions.sum(0))
+
+    trainer = nt.Trainer(Positions(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss, accumulate=2)
+    trainer.step((torch.ones(4, 3), torch.ones(5, 3), True), torch.zeros(4, 1))
+
+
+def test_a_scheduler_steps_with_the_optimizer() -> None:
+    trainer = nt.Trainer(
+        Two(),
+        nt.Plan(),
+        optimizer=sgd,
+        loss_fn=F.mse_loss,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    )
+    for _ in range(2):
+        trainer.step((A, B), Y)
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+def test_evaluation_is_the_mean_over_all_samples_and_puts_the_mode_back() -> None:
+    def on_rank() -> None:
+        for spec in ("zero=0", "zero=2", "zero=3"):
+            torch.manual_seed(0)
+            net, twin = models.GPT(), models.GPT()
+            twin.load_state_dict(net.state_dict())
+            trainer = nt.Trainer(net, nt.Plan.parse(spec), optimizer=sgd, loss_fn=models.token_sum)
+            generator = torch.Generator().manual_seed(0)
+            ids, targets = models._ragged(generator, 10)
+            dataset = torch.utils.data.TensorDataset(ids, targets)
+            loader = trainer.loader(dataset, batch_size=4, drop_last=False, shuffle=False)
+            trainer.model.blocks[0].eval()
+            got = trainer.evaluate(loader)
+            total, count = models.token_sum(twin(ids), targets)
+            torch.testing.assert_close(got, (total / count).detach(), rtol=1e-5, atol=1e-5)
+            assert trainer.model.training
+            assert not trainer.model.blocks[0].training
+            # a training step right after is right, too
+            halves = [tensor[: 4 * 2].chunk(2)[rank()] for tensor in (ids, targets)]
+            total, count = models.token_sum(twin(ids[:8]), targets[:8])
+            torch.testing.assert_close(trainer.step(*halves), (total / count).detach(), rtol=1e-5, atol=1e-5)
+
+    run_ranks(on_rank, 2)
+
+
+def test_evaluation_refuses_what_would_hang() -> None:
+    def on_rank() -> None:
+        trainer = nt.Trainer(Two(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss)
+        with pytest.raises(BatchError, match="ranks have from 1 to 2 batches"):
+            trainer.evaluate([((A, B), Y)] * (1 + rank()))
+        with pytest.raises(BatchError, match="nothing to evaluate"):
+            trainer.evaluate([])
+        assert trainer.evaluate([((A, B), Y)]).isfinite()
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_state_goes_from_one_layout_into_another() -> None:
+    def on_rank() -> None:
+        torch.manual_seed(rank())
+        trainers = [
+            nt.Trainer(models.Tied(), nt.Plan.parse(spec), optimizer=sgd, loss_fn=models.token_mean)
+            for spec in ("zero=0", "zero=2", "zero=3", "zero=3,dp_replicate=2")
+        ]
+        state = trainers[0].state_dict()
+        ids = torch.arange(8).view(2, 4)
+        losses = []
+        for trainer in trainers:
+            trainer.evaluate([(ids, ids)])  # leaves nothing gathered that a load would miss
+            trainer.load_state_dict(state)
+            losses.append(trainer.evaluate([(ids, ids)]))
+            torch.testing.assert_close(trainer.state_dict(), state, rtol=0, atol=0)
+        torch.testing.assert_close(torch.stack(losses), losses[0].expand(4))
+
+    run_ranks(on_rank, 4)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    trainer = nt.Trainer(Two(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss)
+    before = trainer.state_dict()
+    with pytest.raises(ModelError) as raised:
+        trainer.load_state_dict({"layer.weight": torch.zeros(1, 3), "other": torch.zeros(1)})
+    message = str(raised.value)
+    assert all(part in message for part in ("lacks layer.bias", "has no other", "(1, 3) and must be (2, 3)"))
+    torch.testing.assert_close(trainer.state_dict(), before)
+
+
+def test_a_state_is_a_copy() -> None:
+    trainer = nt.Trainer(Two(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss)
+    before = trainer.state_dict()
+    kept = before["layer.weight"].clone()
+    trainer.step((A, B), Y)
+    assert torch.equal(before["layer.weight"], kept)
+
+
+@pytest.mark.parametrize(("spec", "share"), [("zero=0", 1), ("zero=2", 4), ("zero=3", 4), ("zero=3,dp_replicate=2", 2)])
+def test_holdings_are_measured_shares(spec: str, share: int) -> None:
+    def on_rank() -> dict[str, Any]:
+        trainer = nt.Trainer(
+            models.GPT(length=16), nt.Plan.parse(spec), optimizer=torch.optim.Adam, loss_fn=models.token_mean
+        )
+        ids = torch.zeros(2, 4, dtype=torch.long)
+        trainer.step(ids, ids)
+        held = holdings(trainer)
+        assert json.loads(json.dumps(held)) == held
+        assert held["parameters_bytes"] == trainer.memory()["parameters"]
+        text = trainer.describe()
+        assert f"{held['num_parameters']:,} parameters" in text
+        assert "rank" in text
+        return held
+
+    held = run_ranks(on_rank, 4)
+    total = sum(parameter.numel() for parameter in models.GPT(length=16).parameters())
+    assert {of_rank["num_parameters"] for of_rank in held} == {total}
+    assert [of_rank["rank"] for of_rank in held] == [0, 1, 2, 3]
+    # every size here is a multiple of 4
+    assert {of_rank["parameters_bytes"] for of_rank in held} == {4 * total // share}
+    assert {of_rank["gradients_bytes"] for of_rank in held} == {4 * total // share}
+    num_scalars = sum(1 for _ in models.GPT().parameters())  # Adam counts steps for each parameter
+    assert {of_rank["optimizer_bytes"] for of_rank in held} == {8 * total // share + 4 * num_scalars}
+    assert held[0]["layout"] == ("replicated" if share == 1 else "sharded")
+    assert held[0]["num_units"] == (0 if share == 1 else 4)
+
+
+def test_a_plain_model_has_holdings_too() -> None:
+    held = holdings(nn.BatchNorm1d(4))
+    assert (held["plan"], held["layout"], held["parameters_bytes"]) == (None, "one device", 32)
+    assert held["buffers_bytes"] == 4 * 4 * 2 + 8
+
+
+def test_a_laid_out_model_is_taken_as_it_is() -> None:
+    """What a cell with --parallelize leaves is given to a trainer."""
+
+    def on_rank() -> None:
+        for spec in ("zero=0", "zero=3"):
+            plan = nt.Plan.parse(spec)
+            net = nt.parallelize(models.MLP(), plan)
+            for _ in range(2):  # the cell with the trainer is run again
+                trainer = nt.Trainer(net, plan, optimizer=sgd, loss_fn=F.mse_loss)
+                assert trainer.model is net
+                trainer.step(torch.ones(2, 8), torch.ones(2, 3))
+            assert world_size() == 2
+
+    run_ranks(on_rank, 2)
