@@ -343,3 +343,27 @@ def test_12_a_rank_without_any_valid_token_learns_from_the_others(spec: str) -> 
         trainer.step(share(ids), share(targets))
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("spec", PLANS)
+def test_12_a_mean_over_unevenly_ignored_targets_is_refused(spec: str) -> None:
+    """A mean of means would be off without a word."""
+
+    def on_rank() -> None:
+        trainer = nt.Trainer(models.GPT(), nt.Plan.parse(spec), optimizer=sgd, loss_fn=models.token_mean)
+        own = nt.Trainer(models.llama(), nt.Plan.parse(spec), optimizer=sgd)
+        ids = torch.arange(24).view(2, 12)
+        before = trainer.state_dict()
+        uneven = ids.clone()
+        uneven[:, rank() :] = -100
+        with pytest.raises(BatchError, match=r"-100 fall unevenly.*loss_fn return \(sum, count\)"):
+            trainer.step(ids, uneven)
+        with pytest.raises(BatchError, match="-100 fall unevenly"):
+            own.step(input_ids=ids, labels=uneven)
+        torch.testing.assert_close(trainer.state_dict(), before, rtol=0, atol=0)
+        even = ids.clone()
+        even[:, 5:] = -100
+        trainer.step(ids, even)
+        own.step(input_ids=ids, labels=even)
+
+    run_ranks(on_rank, 2)

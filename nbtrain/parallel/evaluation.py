@@ -15,7 +15,7 @@ from nbtrain.parallel import shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
-from nbtrain.parallel.totals import reduce_totals
+from nbtrain.parallel.totals import Tally
 
 
 def evaluate(
@@ -28,16 +28,14 @@ def evaluate(
     """
     if layout.group is not None and isinstance(batches, Sized):
         _require_same_length(len(batches), layout.group, device)
-    loss_sum, weight = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), device=device)
+    tally = Tally(device)
     with _eval_mode(model), torch.no_grad():
         for item in batches:
-            loss = compute_loss(model, loss_fn, batch_of(item).to(device))
-            loss_sum, weight = loss_sum + loss.sum, weight + loss.weight
+            tally.add(compute_loss(model, loss_fn, batch_of(item).to(device)))
     if layout.shards:
         shard.reshard(model)
-    totals = reduce_totals(loss_sum, weight, group=layout.group)
-    if totals.weight == 0:
-        raise BatchError("there is nothing to evaluate: no batch has a sample or token that counts")
+    totals = tally.reduce(layout.group)
+    totals.require_meaning()
     return totals.mean
 
 

@@ -17,6 +17,11 @@ from nbtrain.parallel.batch import Batch, call, target_names
 
 LossFn = Callable[..., Any]
 
+IGNORED = -100
+"""The class that torch's and Hugging Face's losses leave out."""
+
+_TARGET_NAMES = ("labels", "label", "targets", "target")
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -25,11 +30,14 @@ class Loss:
     Attributes:
         value: 0-d, differentiable: a mean, or a sum where ``is_sum``.
         weight: What the chunk counts in the global mean: samples, or the count of the loss function.
+        ignored: Of a mean: how many of a sample's targets are -100, which torch's losses leave out. Where chunks
+            differ in it, no weight by samples is right.
     """
 
     value: torch.Tensor
     weight: float | torch.Tensor
     is_sum: bool
+    ignored: float | torch.Tensor = 0.0
 
     @property
     def sum(self) -> torch.Tensor:
@@ -51,9 +59,10 @@ def compute_loss(model: Callable[..., Any], loss_fn: LossFn | None, batch: Batch
         UsageError: The loss function returns something else than a mean or ``(sum, count)``.
     """
     if loss_fn is None:
-        return _mean(_own_loss(_run(model, batch)), batch.num_samples)
+        return _mean(_own_loss(_run(model, batch)), batch.num_samples, _own_targets(batch))
     inputs, targets, named_targets = _parts(loss_fn, batch)
-    return _read(loss_fn(call(model, inputs), *targets, **named_targets), batch.num_samples)
+    result = loss_fn(call(model, inputs), *targets, **named_targets)
+    return _read(result, batch.num_samples, [*targets, *named_targets.values()])
 
 
 def _run(model: Callable[..., Any], batch: Batch) -> Any:
@@ -79,26 +88,37 @@ def _parts(loss_fn: LossFn, batch: Batch) -> tuple[Any, tuple[Any, ...], dict[st
     return inputs, (), targets
 
 
-def _read(result: Any, num_samples: int) -> Loss:
+def _own_targets(batch: Batch) -> list[Any]:
+    """What a model that computes its own loss most likely compares with."""
+    return [*batch.positional[1:], *(value for name, value in batch.named.items() if name in _TARGET_NAMES)]
+
+
+def _ignored(targets: list[Any], num_samples: int) -> float | torch.Tensor:
+    """-100s a sample."""
+    classes = [target for target in targets if isinstance(target, torch.Tensor) and target.dtype == torch.long]
+    return sum((target == IGNORED).sum().double() for target in classes) / num_samples
+
+
+def _read(result: Any, num_samples: int, targets: list[Any]) -> Loss:
     if isinstance(result, tuple) and len(result) == 2:
         value, count = result
         if _is_scalar(value):
             # a count on a GPU stays there: reading it would wait for the forward
             return Loss(value, count.detach() if isinstance(count, torch.Tensor) else float(count), is_sum=True)
     if _is_scalar(result):
-        return _mean(result, num_samples)
+        return _mean(result, num_samples, targets)
     raise UsageError(
         f"loss_fn returned {_described(result)}; return a 0-d mean or (sum, count), "
         "e.g. F.cross_entropy(output, target)"
     )
 
 
-def _mean(value: torch.Tensor, num_samples: int) -> Loss:
+def _mean(value: torch.Tensor, num_samples: int, targets: list[Any]) -> Loss:
     if num_samples == 0:
         raise BatchError(
             "a rank's batch is empty and has no mean loss; give every rank a sample or let loss_fn return (sum, count)"
         )
-    return Loss(value, float(num_samples), is_sum=False)
+    return Loss(value, float(num_samples), is_sum=False, ignored=_ignored(targets, num_samples))
 
 
 def _own_loss(output: Any) -> torch.Tensor:

@@ -38,6 +38,8 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None)
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"{type(model).__name__} is not an nn.Module; give the model itself")
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})")
     plan.require_supported()
     plan = plan.resolve(meshes.world_size() if mesh is None else mesh.size())
     if (layout := layout_of(model)) is not None:

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.errors import BatchError, GradientError
+from nbtrain.errors import GradientError
 from nbtrain.parallel import gradients, shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.interrupt import uninterrupted
@@ -29,7 +28,7 @@ from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.replicate import Replica
-from nbtrain.parallel.totals import Totals, reduce_totals
+from nbtrain.parallel.totals import Tally, Totals
 
 
 @dataclass
@@ -64,9 +63,9 @@ class Stepper:
         try:
             gradients.drop(self.parameters)
             reference = self._agree_on_reference(whole)
-            losses = self._backward(chunks, reference)
+            tally = self._backward(chunks, reference)
             self.phase = Phase(Stage.READY, step)
-            totals = self._reduce(losses)
+            totals = self._reduce(tally)
             with uninterrupted():
                 self._apply(totals, reference)
                 self.phase = Phase(Stage.STEPPED, step)
@@ -84,15 +83,14 @@ class Stepper:
         if self.layout.group is None:
             return float(batch.num_samples)
         if self.reference is None:
-            device = self.parameters[0].device
-            self.reference = reduce_totals(
-                torch.zeros((), device=device), float(batch.num_samples), group=self.layout.group
-            ).weight
+            tally = Tally(self.parameters[0].device)
+            tally.add_weight(batch.num_samples)
+            self.reference = tally.reduce(self.layout.group).weight
         return self.reference
 
-    def _backward(self, chunks: Sequence[Batch], reference: float) -> list[tuple[torch.Tensor, Any]]:
-        """Gradients of the global sum over ``reference``; the chunks' loss sums and weights."""
-        losses = []
+    def _backward(self, chunks: Sequence[Batch], reference: float) -> Tally:
+        """Leaves the gradients of the global sum over ``reference``."""
+        tally = Tally(self.parameters[0].device)
         for index, chunk in enumerate(chunks):
             with self._reduction(last=index == len(chunks) - 1):
                 loss = compute_loss(self.model, self.loss_fn, chunk)
@@ -100,8 +98,8 @@ class Stepper:
                     self.layout.usage.watch()
                 # DDP and FSDP take the mean over ranks
                 loss.over(reference / self.layout.dp).backward()  # type: ignore[no-untyped-call]
-            losses.append((loss.sum, loss.weight))
-        return losses
+            tally.add(loss)
+        return tally
 
     def _reduction(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         # FSDP reduces with every chunk: gradients that wait for the last one would be whole ones
@@ -109,21 +107,11 @@ class Stepper:
             return contextlib.nullcontext()
         return self.model.no_sync()
 
-    def _reduce(self, losses: list[tuple[torch.Tensor, Any]]) -> Totals:
+    def _reduce(self, tally: Tally) -> Totals:
         squares = gradients.square_sum(self.parameters) if self.grad_clip is not None else 0.0
         usage = self.layout.usage
-        totals = reduce_totals(
-            sum((value.double() for value, _ in losses), start=torch.zeros((), device=losses[0][0].device)),
-            sum(weight for _, weight in losses),
-            squares,
-            usage.take() if usage is not None else (),
-            group=self.layout.group,
-        )
-        if totals.weight == 0:
-            raise BatchError(
-                "nothing in the global batch counts: its weight is 0, and the mean loss 0/0; give a batch with a "
-                "valid token on some rank"
-            )
+        totals = tally.reduce(self.layout.group, squares, usage.take() if usage is not None else ())
+        totals.require_meaning()
         if usage is not None:
             usage.clear_unused(totals.marks)
         return totals

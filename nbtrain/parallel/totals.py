@@ -4,16 +4,57 @@ Who passes it knows that every rank holds its final gradients. It carries all th
 
 ::
 
-    [ sum of losses | weight | square sum of gradients | a mark for each parameter that got a gradient ]
+    [ loss | weight | chunks | ignored | ignored^2 | square sum of gradients | a mark for each parameter ]
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from nbtrain.errors import BatchError
+from nbtrain.parallel.loss import Loss
+
+
+class Tally:
+    """Adds up the losses of one rank's chunks, on the device: nothing waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Apple's GPUs have no float64
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._sums = torch.zeros(5, dtype=self._dtype, device=device)
+
+    def add(self, loss: Loss) -> None:
+        self._sums += self._row(loss.sum, loss.weight, 1.0, loss.ignored, loss.ignored**2)
+
+    def add_weight(self, weight: float) -> None:
+        """Counts samples whose loss is not known."""
+        self._sums += self._row(0.0, weight, 0.0, 0.0, 0.0)
+
+    def reduce(
+        self, group: dist.ProcessGroup | None, square_sum: torch.Tensor | float = 0.0, marks: Sequence[float] = ()
+    ) -> Totals:
+        """Sums over the group's ranks, and waits for them. Without a group it moves nothing.
+
+        Args:
+            group: None for one device.
+            square_sum: Of this rank's gradients.
+            marks: As many on every rank.
+        """
+        vector = torch.cat([self._sums, self._row(square_sum, *marks)])
+        if group is not None:
+            dist.all_reduce(vector, group=group)
+        loss_sum, weight, chunks, ignored, ignored_squares, squares, *total_marks = vector.tolist()
+        return Totals(loss_sum, weight, squares, total_marks, _spread(chunks, ignored, ignored_squares))
+
+    def _row(self, *values: Any) -> torch.Tensor:
+        if not any(isinstance(value, torch.Tensor) for value in values):
+            return torch.tensor(values, dtype=self._dtype, device=self._sums.device)
+        return torch.stack([torch.as_tensor(value).to(self._sums) for value in values])
 
 
 @dataclass(frozen=True)
@@ -25,45 +66,34 @@ class Totals:
         weight: What the global mean divides by.
         square_sum: Of the gradients on all ranks.
         marks: For each parameter, how many ranks reached it.
+        uneven: Whether means were taken over shares with different numbers of ignored targets.
     """
 
     loss_sum: float
     weight: float
     square_sum: float
     marks: list[float]
+    uneven: bool
 
     @property
     def mean(self) -> float:
-        return self.loss_sum / self.weight if self.weight else float("nan")
+        return self.loss_sum / self.weight
+
+    def require_meaning(self) -> None:
+        """Raises `BatchError`, on all ranks alike, where the global mean is not defined by what was added."""
+        if self.weight == 0:
+            raise BatchError(
+                "nothing in the global batch counts: its weight is 0, and the mean loss 0/0; give a batch with a "
+                "sample or valid token on some rank"
+            )
+        if self.uneven:
+            raise BatchError(
+                "targets of -100 fall unevenly on ranks or chunks, so that the mean of their means isn't the mean; let "
+                "loss_fn return (sum, count): lambda output, target: (F.cross_entropy(output.flatten(0, -2), "
+                "target.flatten(), reduction='sum'), (target != -100).sum())"
+            )
 
 
-def reduce_totals(
-    loss_sum: torch.Tensor,
-    weight: torch.Tensor | float,
-    square_sum: torch.Tensor | float = 0.0,
-    marks: Sequence[float] = (),
-    *,
-    group: dist.ProcessGroup | None,
-) -> Totals:
-    """Sums over the group's ranks in float64, and waits for them. Without a group it moves nothing.
-
-    Args:
-        loss_sum: 0-d, on the device that the group communicates.
-        weight: 0-d or a number.
-        square_sum: 0-d or a number.
-        marks: As many on every rank.
-        group: None for one device.
-    """
-    scalars = [torch.as_tensor(value, device=loss_sum.device) for value in (loss_sum, weight, square_sum)]
-    vector = torch.stack([scalar.to(_wide(loss_sum.device)) for scalar in scalars])
-    if marks:
-        vector = torch.cat([vector, vector.new_tensor(marks)])
-    if group is not None:
-        dist.all_reduce(vector, group=group)
-    total_loss, total_weight, total_square, *total_marks = vector.tolist()
-    return Totals(total_loss, total_weight, total_square, total_marks)
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    # Apple's GPUs have no float64
-    return torch.float32 if device.type == "mps" else torch.float64
+def _spread(chunks: float, total: float, squares: float) -> bool:
+    """Whether numbers with this sum and sum of squares differ, beyond rounding."""
+    return chunks * squares - total**2 > 1e-9 * chunks * squares

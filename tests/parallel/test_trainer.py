@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import models
+import parity
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from ranks import run_ranks
 from torch import nn
 
 import nbtrain as nt
-from nbtrain.errors import BatchError, ModelError, UsageError
+from nbtrain.errors import BatchError, ModelError, PlanError, UsageError
 from nbtrain.parallel.holdings import holdings
 
 
@@ -167,7 +168,7 @@ def test_evaluation_refuses_what_would_hang() -> None:
         trainer = nt.Trainer(Two(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss)
         with pytest.raises(BatchError, match="ranks have from 1 to 2 batches"):
             trainer.evaluate([((A, B), Y)] * (1 + rank()))
-        with pytest.raises(BatchError, match="nothing to evaluate"):
+        with pytest.raises(BatchError, match="nothing in the global batch counts"):
             trainer.evaluate([])
         assert trainer.evaluate([((A, B), Y)]).isfinite()
 
@@ -245,6 +246,32 @@ def test_a_plain_model_has_holdings_too() -> None:
     held = holdings(nn.BatchNorm1d(4))
     assert (held["plan"], held["layout"], held["parameters_bytes"]) == (None, "one device", 32)
     assert held["buffers_bytes"] == 4 * 4 * 2 + 8
+
+
+class Adapted(nn.Module):
+    """A frozen base with a small trained part, as LoRA has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = models.MLP().requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_a_frozen_base_stays_frozen() -> None:
+    def on_rank() -> None:
+        case = models.Case(Adapted, models.CASES["mlp"].batch, F.mse_loss)
+        for spec in ("zero=0", "zero=2", "zero=3"):
+            parity._check(case, nt.Plan.parse(spec), parity.Run(accumulate=2, grad_clip=0.5), parity.FP32)
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_plan_in_text_is_refused_with_the_cure() -> None:
+    with pytest.raises(PlanError, match=r"type nt\.Plan\.parse\('zero=3'\)"):
+        nt.Trainer(Two(), "zero=3", optimizer=sgd)  # type: ignore[arg-type]
 
 
 def test_a_laid_out_model_is_taken_as_it_is() -> None:
