@@ -71,7 +71,6 @@ class Request:
         return {
             "OMP_NUM_THREADS": str(self.threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # ranks share cores: a spinning rank steals a computing one's time
-            "MALLOC_TRIM_THRESHOLD_": "131072",  # give freed memory back: many ranks share one machine
             "GLOO_SOCKET_IFNAME": _loopback_interface(),
             "TP_SOCKET_IFNAME": _loopback_interface(),
             "TORCH_FR_BUFFER_SIZE": "2000",  # the flight recorder tells which collective a rank waits in
