@@ -35,8 +35,9 @@ FP32 = Tolerance(atol=1e-5, rtol=2e-5)
 # bf16 has 8 bits: one rounding is 2^-9 of a value. A dozen layers of them accumulate in a gradient, and batch
 # normalisation over 12 samples magnifies them.
 BF16 = Tolerance(atol=2e-2, rtol=1.5e-1)
-# The same roundings on both sides, but for those that a last place of an fp32 sum tips over
-SAME_BF16 = Tolerance(atol=2e-3, rtol=1e-2)
+# The same computation on both sides, but that the first step's loss is scaled before backward and not after it: other
+# roundings of the same size, a few of 2^-9 in a row
+SAME_BF16 = Tolerance(atol=4e-3, rtol=2e-2)
 
 
 @dataclass(frozen=True)

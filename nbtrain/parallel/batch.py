@@ -32,7 +32,9 @@ class Batch:
         """Raises `BatchError` for a batch without anything in it."""
         if not positional and not named:
             raise BatchError("the batch is empty; type trainer.step(inputs, targets) or trainer.step(**batch)")
-        return cls(positional, named, _num_samples((positional, dict(named))))
+        # mappings of other kinds (Hugging Face's) hide their tensors from torch's trees
+        plain = tuple(dict(item) if isinstance(item, Mapping) else item for item in positional)
+        return cls(plain, named, _num_samples((plain, dict(named))))
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on ``device``."""

@@ -8,6 +8,7 @@ With ``accumulate=k`` every chunk is its own batch, as on one device.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class GlobalBatchNorm(_BatchNorm):
     """Batch normalisation by the statistics of all ranks' batches.
 
     Input and output: (B, C) or (B, C, ...), any floating dtype; statistics are fp32. B may differ between ranks and
-    be 0 on some. In eval mode it is ``nn.BatchNorm``.
+    be 0 on some; every rank must run the layer. In eval mode it is ``nn.BatchNorm``.
     """
 
     group: dist.ProcessGroup
@@ -56,6 +57,12 @@ class GlobalBatchNorm(_BatchNorm):
         if self.affine:
             normal = normal * _as_channels(self.weight.float(), values) + _as_channels(self.bias.float(), values)
         return normal.to(input.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalBatchNorm:
+        memo[id(self.group)] = self.group  # ranks are shared, not copied
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
 
     def _by_running_statistics(self, values: torch.Tensor) -> torch.Tensor:
         # FSDP's bf16 weights beside fp32 statistics are more than F.batch_norm can mix on a CPU

@@ -38,6 +38,7 @@ class Layout:
     units: tuple[str, ...] = ()
     usage: Usage | None = None
     result: nn.Module | None = None
+    _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property
     def dp(self) -> int:
@@ -60,16 +61,22 @@ class Layout:
         """All data-parallel ranks; None when this rank is alone."""
         return None if self.mesh is None or self.dp == 1 else data_mesh(self.mesh).get_group()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Layout:
+        # goes along with a copied model, of which `layout_of` then knows that it isn't laid out
+        return self
+
 
 def remember(model: nn.Module, layout: Layout) -> None:
     """Makes `layout_of` find ``layout``."""
+    layout._models.add(model)
     object.__setattr__(model, _ATTRIBUTE, layout)
 
 
 def layout_of(model: nn.Module) -> Layout | None:
     """The layout that `parallelize` gave ``model``, or None."""
     # not getattr: a replica passes unknown names on to the model inside it
-    return vars(model).get(_ATTRIBUTE)
+    layout: Layout | None = vars(model).get(_ATTRIBUTE)
+    return layout if layout is not None and model in layout._models else None
 
 
 def weak(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, weakref.ref[nn.Parameter]]:

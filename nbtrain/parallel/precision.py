@@ -31,7 +31,9 @@ class Autocast:
 
 
 def compute_in(model: nn.Module, precision: str) -> None:
-    """Makes ``model`` compute in ``precision`` from now on; "fp32" changes nothing."""
+    """Makes ``model`` compute in ``precision`` from now on; "fp32" leaves its dtypes as they are."""
+    if isinstance(model, Autocast):  # a copy of a model that was laid out
+        model.__class__ = type(model).__bases__[1]
     if precision not in DTYPES:
         return
     # a subclass, not a wrapper: names, isinstance and the model's own methods stay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -83,6 +84,10 @@ class Replica(nn.Module):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         return self.module.named_buffers(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the model, not laid out: for averages of weights."""
+        return copy.deepcopy(self.module, memo)
 
     def __getattr__(self, name: str) -> Any:
         try:

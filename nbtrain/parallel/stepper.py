@@ -41,7 +41,7 @@ class Stepper:
         scheduler: Has ``step()``, or None.
         phase: How far this rank is.
         grad_norm: Global norm of the last step before clipping; None without ``grad_clip``.
-        reference: Global weight of the last step.
+        reference: Global weight of the last step: what the next one most likely has. 1.0 before the first.
     """
 
     model: nn.Module
@@ -53,7 +53,7 @@ class Stepper:
     grad_clip: float | None = None
     phase: Phase = field(default_factory=lambda: Phase(Stage.STEPPED, 0))
     grad_norm: float | None = None
-    reference: float | None = None
+    reference: float = 1.0
 
     def step(self, whole: Batch, accumulate: int) -> float:
         """The global mean loss. Whatever raises, the weights stay and the next step starts afresh."""
@@ -62,34 +62,24 @@ class Stepper:
         self.phase = Phase(Stage.COMPUTING, step)
         try:
             gradients.drop(self.parameters)
-            reference = self._agree_on_reference(whole)
-            tally = self._backward(chunks, reference)
+            if self.layout.group is None:
+                self.reference = float(whole.num_samples or 1)
+            tally = self._backward(chunks)
             self.phase = Phase(Stage.READY, step)
-            totals = self._reduce(tally)
+            totals, factor = self._reduce(tally)
             with uninterrupted():
-                self._apply(totals, reference)
+                gradients.scale(self.parameters, factor)
+                self.optimizer.step()
                 self.phase = Phase(Stage.STEPPED, step)
+                if self.scheduler is not None:
+                    self.scheduler.step()
         except BaseException:
             self._recover()
             raise
         return totals.mean
 
-    def _agree_on_reference(self, batch: Batch) -> float:
-        """What each rank divides its loss by before backward: the same on all ranks.
-
-        The true weight is known after backward. In most steps it is the last step's; where it isn't, gradients are
-        scaled once more.
-        """
-        if self.layout.group is None:
-            return float(batch.num_samples)
-        if self.reference is None:
-            tally = Tally(self.parameters[0].device)
-            tally.add_weight(batch.num_samples)
-            self.reference = tally.reduce(self.layout.group).weight
-        return self.reference
-
-    def _backward(self, chunks: Sequence[Batch], reference: float) -> Tally:
-        """Leaves the gradients of the global sum over ``reference``."""
+    def _backward(self, chunks: Sequence[Batch]) -> Tally:
+        """Leaves the gradients of the global sum over the reference; the true weight is known only afterwards."""
         tally = Tally(self.parameters[0].device)
         for index, chunk in enumerate(chunks):
             with self._reduction(last=index == len(chunks) - 1):
@@ -97,7 +87,7 @@ class Stepper:
                 if self.layout.usage is not None:
                     self.layout.usage.watch()
                 # DDP and FSDP take the mean over ranks
-                loss.over(reference / self.layout.dp).backward()  # type: ignore[no-untyped-call]
+                loss.over(self.reference / self.layout.dp).backward()  # type: ignore[no-untyped-call]
             tally.add(loss)
         return tally
 
@@ -107,26 +97,25 @@ class Stepper:
             return contextlib.nullcontext()
         return self.model.no_sync()
 
-    def _reduce(self, tally: Tally) -> Totals:
+    def _reduce(self, tally: Tally) -> tuple[Totals, float]:
+        """The totals of all ranks, and what gradients must still be multiplied by."""
         squares = gradients.square_sum(self.parameters) if self.grad_clip is not None else 0.0
         usage = self.layout.usage
-        totals = tally.reduce(self.layout.group, squares, usage.take() if usage is not None else ())
+        marks = usage.take() if usage is not None else ()
+        totals = tally.reduce(self.layout.group, self.reference, squares, marks)
+        # one that only some ranks took over would scale gradients wrongly: ranks compare it in each reduction
+        used, self.reference = self.reference, totals.weight if totals.agreed and totals.weight else 1.0
         totals.require_meaning()
         if usage is not None:
             usage.clear_unused(totals.marks)
-        return totals
+        return totals, self._clip(totals, used / totals.weight)
 
-    def _apply(self, totals: Totals, reference: float) -> None:
-        factor = reference / totals.weight
-        if self.grad_clip is not None:
-            self.grad_norm = math.sqrt(totals.square_sum / self._copies) * factor
-            self._require_finite(self.grad_norm)
-            factor *= gradients.clip_factor(self.grad_norm, self.grad_clip)
-        gradients.scale(self.parameters, factor)
-        self.optimizer.step()
-        self.reference = totals.weight
-        if self.scheduler is not None:
-            self.scheduler.step()
+    def _clip(self, totals: Totals, factor: float) -> float:
+        if self.grad_clip is None:
+            return factor
+        self.grad_norm = math.sqrt(totals.square_sum / self._copies) * factor
+        self._require_finite(self.grad_norm)
+        return factor * gradients.clip_factor(self.grad_norm, self.grad_clip)
 
     @property
     def _copies(self) -> int:

@@ -4,7 +4,7 @@ Who passes it knows that every rank holds its final gradients. It carries all th
 
 ::
 
-    [ loss | weight | chunks | ignored | ignored^2 | square sum of gradients | a mark for each parameter ]
+    [ loss | weight | chunks | ignored | ignored^2 | 1 | reference | reference^2 | squares of gradients | marks ]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.errors import BatchError
+from nbtrain.errors import BatchError, SessionError
 from nbtrain.parallel.loss import Loss
 
 
@@ -31,25 +31,26 @@ class Tally:
     def add(self, loss: Loss) -> None:
         self._sums += self._row(loss.sum, loss.weight, 1.0, loss.ignored, loss.ignored**2)
 
-    def add_weight(self, weight: float) -> None:
-        """Counts samples whose loss is not known."""
-        self._sums += self._row(0.0, weight, 0.0, 0.0, 0.0)
-
     def reduce(
-        self, group: dist.ProcessGroup | None, square_sum: torch.Tensor | float = 0.0, marks: Sequence[float] = ()
+        self,
+        group: dist.ProcessGroup | None,
+        reference: float = 1.0,
+        square_sum: torch.Tensor | float = 0.0,
+        marks: Sequence[float] = (),
     ) -> Totals:
         """Sums over the group's ranks, and waits for them. Without a group it moves nothing.
 
         Args:
             group: None for one device.
+            reference: What this rank divided its losses by before backward.
             square_sum: Of this rank's gradients.
-            marks: As many on every rank.
+            marks: One for each parameter that ranks may or may not use; as many on every rank.
         """
-        vector = torch.cat([self._sums, self._row(square_sum, *marks)])
+        vector = torch.cat([self._sums, self._row(1.0, reference, reference**2, square_sum, *marks)])
         if group is not None:
             dist.all_reduce(vector, group=group)
-        loss_sum, weight, chunks, ignored, ignored_squares, squares, *total_marks = vector.tolist()
-        return Totals(loss_sum, weight, squares, total_marks, _spread(chunks, ignored, ignored_squares))
+        loss_sum, weight, *rest = vector.tolist()
+        return Totals(loss_sum, weight, rest[6], rest[7:], uneven=_spread(*rest[0:3]), agreed=not _spread(*rest[3:6]))
 
     def _row(self, *values: Any) -> torch.Tensor:
         if not any(isinstance(value, torch.Tensor) for value in values):
@@ -67,6 +68,7 @@ class Totals:
         square_sum: Of the gradients on all ranks.
         marks: For each parameter, how many ranks reached it.
         uneven: Whether means were taken over shares with different numbers of ignored targets.
+        agreed: Whether all ranks divided by the same reference.
     """
 
     loss_sum: float
@@ -74,13 +76,21 @@ class Totals:
     square_sum: float
     marks: list[float]
     uneven: bool
+    agreed: bool
 
     @property
     def mean(self) -> float:
         return self.loss_sum / self.weight
 
     def require_meaning(self) -> None:
-        """Raises `BatchError`, on all ranks alike, where the global mean is not defined by what was added."""
+        """Raises on all ranks alike, where the global mean is not defined by what was added.
+
+        Raises:
+            BatchError: Nothing counts, or means are over different numbers of targets.
+            SessionError: Ranks did not end the last step together.
+        """
+        if not self.agreed:
+            raise SessionError("an interruption left ranks a step apart; call trainer.step again: ranks agree now")
         if self.weight == 0:
             raise BatchError(
                 "nothing in the global batch counts: its weight is 0, and the mean loss 0/0; give a batch with a "

@@ -1,5 +1,6 @@
 """Laying out: what is wrapped, what is refused, and that a model still looks like itself."""
 
+import copy
 import os
 from typing import Any
 
@@ -95,6 +96,29 @@ def test_a_replica_looks_like_its_model() -> None:
         with pytest.raises(AttributeError, match="'GPT' object has no attribute 'nonsense'"):
             net.nonsense  # noqa: B018
         assert isinstance(vars(net)["_ddp"], DistributedDataParallel)
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_replica_is_copied_as_a_plain_model() -> None:
+    """As an average of weights is kept."""
+
+    def on_rank() -> None:
+        inner = models.ConvNet()
+        net = nt.parallelize(inner, nt.Plan(zero=0, precision="bf16"))
+        twin = copy.deepcopy(net)
+        assert layout_of(twin) is None
+        net.head[0].weight.data.zero_()
+        assert twin.head[0].weight.abs().sum() > 0
+        twin.eval()(torch.ones(2, 3, 8, 8))
+        trainer = nt.Trainer(
+            twin,
+            nt.Plan(zero=0),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            loss_fn=nn.functional.cross_entropy,
+        )
+        trainer.step(torch.ones(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))
+        assert type(twin) is models.ConvNet  # bf16 was the other plan's
 
     run_ranks(on_rank, 2)
 

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import nn
 
 import nbtrain as nt
+from nbtrain.errors import SessionError
 from nbtrain.parallel.interrupt import uninterrupted
 from nbtrain.parallel.phase import Phase, Stage
 
@@ -148,6 +149,21 @@ def test_an_interrupt_is_delivered_behind_the_optimizer() -> None:
         assert trainer.phase == Phase(Stage.STEPPED, 1)
         trainer.optimizer.step = plain_step
         trainer.step(*batch(1))
+
+    run_ranks(on_rank, 2)
+
+
+def test_ranks_that_were_cut_apart_never_scale_gradients_by_different_references() -> None:
+    def on_rank() -> None:
+        undisturbed, trainer = trainer_of("zero=3"), trainer_of("zero=3")
+        for step in range(2):
+            trainer.step(*batch(step))
+            undisturbed.step(*batch(step))
+        trainer._stepper.reference += rank()  # as if one rank had not passed the last reduction
+        with pytest.raises(SessionError, match=r"call trainer\.step again"):
+            trainer.step(*batch(2))
+        torch.testing.assert_close(trainer.step(*batch(2)), undisturbed.step(*batch(2)))
+        torch.testing.assert_close(trainer.state_dict(), undisturbed.state_dict())
 
     run_ranks(on_rank, 2)
 

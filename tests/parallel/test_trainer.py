@@ -1,5 +1,6 @@
 """`Trainer`: the ways in which a batch enters, what comes out, and what bad input gets."""
 
+import collections
 import json
 from typing import Any
 
@@ -123,6 +124,12 @@ def test_tensors_of_another_first_dim_go_to_every_chunk() -> None:
 
     trainer = nt.Trainer(Positions(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss, accumulate=2)
     trainer.step((torch.ones(4, 3), torch.ones(5, 3), True), torch.zeros(4, 1))
+
+
+def test_mappings_of_other_kinds_are_unpacked_and_cut() -> None:
+    trainer = nt.Trainer(Two(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss, accumulate=2)
+    torch.manual_seed(0)
+    assert trainer.step(collections.UserDict(a=A, b=B), Y).isfinite()
 
 
 def test_a_scheduler_steps_with_the_optimizer() -> None:
