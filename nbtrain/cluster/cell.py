@@ -26,7 +26,7 @@ class Cell:
         self.ended: float | None = None
         self.failures: dict[int, Failure] = {}
         self.deaths: dict[int, str] = {}
-        self.requests: dict[int, str] = {}
+        self.groups: set[str] = set()  # what the ranks say of their process groups at the cell's end
         self._replied: set[int] = set()
         self._idle: set[int] = set()
         self._publisher = publisher
@@ -82,6 +82,7 @@ class Cell:
     def on_reply(self, rank: int, content: dict[str, Any]) -> None:
         if content["status"] != "ok":
             self.failures[rank] = content.get("nbtrain", {}).get("failure") or _bare(content)
+        self.groups.add(content.get("nbtrain", {}).get("groups", "kept"))
         self._advance(self._replied, rank)
 
     def on_idle(self, rank: int) -> None:

@@ -54,10 +54,11 @@ class RankClient(ipp.Client):
     def activate(self, *_: Any, **__: Any) -> None:
         """Leave ``%px`` alone: the user may have a cluster of their own."""
 
-    def execute(self, rank: int, code: str, listener: Listener, label: str = "", offset: int = 0) -> str:
+    def execute(self, rank: int, code: str, listener: Listener, about: dict[str, Any]) -> str:
         """Run ``code`` as a cell on ``rank``; returns the request's id.
 
-        ``label`` is the notebook's name for the cell and ``offset`` the number of its lines before ``code``.
+        ``about`` says of the cell: its ``number`` in the session, its ``label`` in the notebook, and by how many lines
+        (``offset``) ``code`` begins below its first.
         """
         content = {
             "code": code,
@@ -67,7 +68,7 @@ class RankClient(ipp.Client):
             "allow_stdin": False,
             "stop_on_error": False,
         }
-        metadata = {"nbtrain": {"label": label, "offset": offset}}
+        metadata = {"nbtrain": about}
         message = self.session.msg("execute_request", content=content, metadata=metadata)
         identity = message["header"]["msg_id"]
         self._listeners[identity] = (rank, listener)

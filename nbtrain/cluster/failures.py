@@ -114,7 +114,7 @@ def _render_group(one: Group) -> list[str]:
     head = f"{_BOLD}{_RED}{last['ename']}{_OFF} on {_BOLD}{ranks_text(one.ranks)}{_OFF}"
     lines += _render_link(last, f"{head}: {next(iter(messages))}" if len(messages) == 1 else head)
     if len(messages) > 1:
-        lines += [f"  [{compact(ranks)}] {text}" for text, ranks in messages.items()]
+        lines += [f"  {compact(ranks)}| {text}" for text, ranks in messages.items()]
     return lines
 
 

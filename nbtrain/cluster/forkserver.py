@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -56,10 +57,8 @@ class ForkServer:
     def stop(self, timeout: float = 10.0) -> None:
         """End the server and all its children, and wait until they are gone."""
         if self.process.poll() is None:
-            try:
+            with contextlib.suppress(StartError):  # it has ended by itself
                 self._send(op="shutdown")
-            except OSError:
-                self.process.terminate()
             try:
                 self.process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -68,19 +67,28 @@ class ForkServer:
         self._listener.join(timeout=2)
         self._link.close()
 
-    def tail(self, lines: int = 15) -> str:
-        """The end of the server's log, for an error message."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def _epitaph(self) -> str:
+        said = self.log.read_text(errors="replace").splitlines()[-15:] if self.log.exists() else []
+        return "\n".join(["the fork server ended; its log ends with:", *said])
+
+    def check(self) -> None:
+        """Raises StartError, with the end of its log, if the server has ended."""
+        if self.process.poll() is not None:
+            raise StartError(self._epitaph())
 
     def _send(self, **request: Any) -> None:
-        self._link.sendall(json.dumps(request).encode() + b"\n")
+        try:
+            self._link.sendall(json.dumps(request).encode() + b"\n")
+        except OSError:
+            self.process.wait(timeout=5)
+            raise StartError(self._epitaph()) from None
 
     def _listen(self) -> None:
-        with self._link.makefile("rb") as events:
+        with self._link.makefile("rb") as events, contextlib.suppress(ConnectionResetError):
             for line in events:
                 event = json.loads(line)
                 self._heard(event.pop("event"), event)
-        gone = StartError(f"the fork server ended; its log ends with:\n{self.tail() if self.log.exists() else ''}")
+        gone = StartError(self._epitaph())
         waiting: list[Future[Any]] = [self.ready, *self._forked.values()]
         for future in waiting:
             if not future.done():

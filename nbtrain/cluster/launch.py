@@ -112,7 +112,7 @@ class ForkLaunch:
             self._server.fork("controller", "nbtrain.engine.forkserver:run_controller", _controller_argv(runtime))
             self._server.preload()
             self._request = request
-            self._info = _read_connection_files(runtime, self._server.process.poll)
+            self._info = _read_connection_files(runtime, self._server.check)
         except BaseException:
             self.stop()
             raise
@@ -123,7 +123,7 @@ class ForkLaunch:
             raise StartError("importing torch initialised CUDA, so engines cannot be forked; type --launcher spawn")
         port_file = self._runtime / "store-port"
         self._server.fork("store", "nbtrain.engine.store:serve", str(port_file))
-        port = int(_wait_for(port_file, self._server.process.poll).read_text())
+        port = int(_wait_for(port_file, self._server.check).read_text())
         for rank in range(self._request.num_ranks):
             env = {
                 **self._request.environment(rank, port),
@@ -159,6 +159,7 @@ class ClusterLaunch:
 
     def __init__(self, launcher: str, request: Request, runtime: Path) -> None:
         self._request = request
+        self._runtime = runtime
         self._store: subprocess.Popen[bytes] | None = None
         environment = request.common_environment()
         port = self._serve_store(runtime, environment)
@@ -189,14 +190,19 @@ class ClusterLaunch:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
-        return int(_wait_for(port_file, self._store.poll).read_text())
+        return int(_wait_for(port_file, self._check_store).read_text())
+
+    def _check_store(self) -> None:
+        if self._store is not None and self._store.poll() is not None:
+            said = (self._runtime / "store.log").read_text(errors="replace")
+            raise StartError(f"the rendezvous store ended; its log ends with:\n{said[-2000:]}")
 
     def start_engines(self) -> None:
         """Start the controller and the engines."""
         self._cluster.start_cluster_sync()
 
     def connection_info(self) -> dict[str, Any]:
-        return self._cluster.controller.get_connection_info_sync()["client"]
+        return _read_connection_files(self._runtime, self._check_store)["client"]
 
     def processes(self) -> dict[int, psutil.Process]:
         engines = next(iter(self._cluster.engines.values()))
@@ -206,8 +212,7 @@ class ClusterLaunch:
     def stop(self) -> None:
         self._cluster.stop_cluster_sync()
         if self._store is not None:
-            self._store.terminate()
-            self._store.wait()
+            self._store.communicate()  # closes its standard input, which ends it
 
 
 class _RankLauncher(LocalEngineSetLauncher):
@@ -230,10 +235,10 @@ def _profile_args(runtime: Path) -> list[str]:
     return [f"--profile-dir={runtime}", f"--cluster-id={CLUSTER_ID}"]
 
 
-def _read_connection_files(runtime: Path, poll: Callable[[], int | None]) -> dict[str, Any]:
+def _read_connection_files(runtime: Path, check: Callable[[], None]) -> dict[str, Any]:
     info = {}
     for kind in ("client", "engine"):
-        path = _wait_for(runtime / "security" / f"ipcontroller-{CLUSTER_ID}-{kind}.json", poll)
+        path = _wait_for(runtime / "security" / f"ipcontroller-{CLUSTER_ID}-{kind}.json", check)
         info[kind] = _load_when_complete(path)
     return info
 
@@ -248,12 +253,13 @@ def _load_when_complete(path: Path) -> Any:
     raise StartError(f"{path} is not complete after a second")
 
 
-def _wait_for(path: Path, poll: Callable[[], int | None], timeout: float = 60.0) -> Path:
-    """Wait until another process has written ``path``; ``poll`` says whether that process has ended."""
+def _wait_for(path: Path, check: Callable[[], None], timeout: float = 60.0) -> Path:
+    """Wait until another process has written ``path``; ``check`` raises if that process has ended."""
     deadline = time.monotonic() + timeout
     while not path.exists():
-        if poll() is not None or time.monotonic() > deadline:
-            raise StartError(f"{path.name} never came; see the logs in {path.parent}")
+        check()
+        if time.monotonic() > deadline:
+            raise StartError(f"{path.name} did not come in {timeout:.0f} s; see the logs in {path.parent}")
         time.sleep(0.005)  # files cannot be awaited portably
     return path
 

@@ -33,7 +33,7 @@ class Members:
         self.dead: dict[int, str] = {}
         self.processes: dict[int, psutil.Process] = {}
         self.info: list[dict[str, Any]] = []
-        self.generation = 0
+        self._generation = 0
         self._request = request
         self._on_death = on_death
         self._stopping = False
@@ -73,6 +73,12 @@ class Members:
             raise as_error(failed.rank, failed.failure) from None
         except ConnectionError as lost:
             raise RankDiedError(str(lost)) from None
+
+    def rejoin(self) -> None:
+        """Form the process groups again, under a new generation."""
+        self._generation += 1
+        options = {"backend": self._request.backend, "generation": f"rejoin{self._generation}"}
+        self.call("rejoin", range(self.world_size), **options)
 
     def ask(self, rank: int, name: str, timeout: float, **args: Any) -> Any:
         """Ask a rank's control thread, which answers while a cell runs; None if it does not within ``timeout`` s."""
@@ -117,7 +123,7 @@ class Members:
             backend=self._request.backend,
             threads=self._request.threads,
             seed=SEED,
-            generation=self.generation,
+            generation="start",
         )
 
     def _wait_for_ranks(self, client: RankClient) -> None:

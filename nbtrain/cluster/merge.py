@@ -4,8 +4,8 @@
 
     rank 0   A  B  C0          A
     rank 1   A  B  C1    =>    B
-    rank 2   A  W  B  C2       [2] W      (before B: the others wait for rank 2 to catch up)
-                               [0] C0 ..
+    rank 2   A  W  B  C2       2| W       (before B: the others wait for rank 2 to catch up)
+                               0| C0 ..
 
 Pure logic: no clock, no thread, no kernel. Each rank has a queue of tokens. A token is let go when every rank has it
 at its head, or when it has waited for ``hold_s`` seconds. Within a rank, order is kept.
@@ -71,7 +71,7 @@ class Piece:
 
     @property
     def label(self) -> str:
-        return "" if self.everyone else f"[{compact(self.ranks)}] "
+        return "" if self.everyone else f"{compact(self.ranks)}| "
 
 
 @dataclass
@@ -189,7 +189,9 @@ class Merger:
     def _expired(self, group: list[int], now: float) -> bool:
         if self._bar_goes_on(self.ranks[group[0]].queue[0][1]):
             return False
-        return now - min(self.ranks[rank].queue[0][0] for rank in group) >= self.hold_s
+        first, token = min((self.ranks[rank].queue[0] for rank in group), key=lambda entry: entry[0])
+        # A figure takes each rank its own time to draw, and two of one are worse than one that comes late.
+        return now - first >= (5 * self.hold_s if isinstance(token, Rich) else self.hold_s)
 
     def _bar_goes_on(self, token: Token) -> bool:
         """Whether a finished bar still runs on another rank, so that the slowest can be shown for all."""

@@ -89,6 +89,7 @@ class Session:
         self._publisher: Publisher | None = None
         self._cells: list[Cell] = []
         self._num_cells = 0
+        self._groups: set[str] = set()  # what ended cells have left of the process groups
         self.start_seconds = 0.0
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -139,6 +140,7 @@ class Session:
             for rank in cell.running:
                 cell.on_death(rank, "the session was stopped")
         self._cells.clear()
+        self._groups.clear()
         if self._publisher is not None:
             self._publisher.stop()
             self._publisher = None
@@ -287,6 +289,7 @@ class Session:
 
     def _send(self, source: str, targets: list[int], name: str, label: str, offset: int) -> Cell:
         self._refuse_if_busy(targets)
+        self._mend_groups()
         members, publisher = self._ready(), self._publisher
         assert publisher is not None
         assert members.client is not None
@@ -294,12 +297,27 @@ class Session:
         output = CellOutput(targets, sinks.current(), members.folder / f"output-of-cell-{self._num_cells}.txt")
         cell = Cell(targets, output, publisher, name)
         self._cells.append(cell)
+        about = {"number": self._num_cells, "label": label, "offset": offset}
         for rank in targets:
-            members.client.execute(rank, source, cell, label, offset)
+            members.client.execute(rank, source, cell, about)
         return cell
+
+    def _mend_groups(self) -> None:
+        """Form the session's groups again where a cell has destroyed them, as a script for torchrun does at its end."""
+        members = self._ready()
+        if self._busy() or members.dead or self._groups <= {"kept"}:
+            return
+        if "gone" in self._groups:
+            members.rejoin()
+        else:
+            members.call("remesh", range(members.world_size))
+        self._groups = set()
 
     def _busy(self) -> dict[int, Cell]:
         """The cell that each busy rank runs."""
+        for cell in self._cells:
+            if cell.done:
+                self._groups |= cell.groups
         self._cells = [cell for cell in self._cells if not cell.done]
         return {rank: cell for cell in self._cells for rank in cell.running}
 

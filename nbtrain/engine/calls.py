@@ -6,7 +6,6 @@ resolves every name.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -23,6 +22,16 @@ from nbtrain.plan import Plan
 def join(ns: dict[str, Any], **options: Any) -> dict[str, Any]:
     """See `nbtrain.engine.groups.join`."""
     return groups.join(ns, **options)
+
+
+def rejoin(ns: dict[str, Any], **options: Any) -> None:
+    """See `nbtrain.engine.groups.rejoin`."""
+    groups.rejoin(ns, **options)
+
+
+def remesh(ns: dict[str, Any]) -> None:
+    """See `nbtrain.engine.groups.remesh`."""
+    groups.remesh(ns)
 
 
 def push(ns: dict[str, Any], canned: dict[str, Any]) -> None:
@@ -74,12 +83,6 @@ def parallelize_names(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
     for name in names:
         ns[name] = parallelize(ns[name], plan)
     return {name: holdings(ns[name]) for name in names}
-
-
-def leave(ns: dict[str, Any]) -> None:
-    """Destroy the process groups before the engine stops."""
-    with contextlib.suppress(RuntimeError):  # a group that a dead peer broke cannot be left in order
-        groups.leave()
 
 
 def _kernel() -> Any:

@@ -15,7 +15,7 @@ from IPython.core.error import UsageError as MagicUsageError
 from traitlets import Any as AnyTrait
 from traitlets import Type
 
-from nbtrain.engine import tracebacks
+from nbtrain.engine import groups, tracebacks
 from nbtrain.errors import UsageError
 
 
@@ -89,6 +89,7 @@ class RankKernel(IPythonParallelKernel):
         shell = self.shell
         shell.failure = None
         sent = (kwargs.get("cell_meta") or {}).get("nbtrain", {})
+        groups.begin(str(sent.get("number", 0)))
         shell.cell_label = (sent.get("label", ""), sent.get("offset", 0))
         started = time.time()
         try:
@@ -100,7 +101,11 @@ class RankKernel(IPythonParallelKernel):
         self.last_result = result.result if result is not None else None
         if self.last_result is not None:
             shell.user_ns["_"] = self.last_result
-        reply["nbtrain"] = {"seconds": time.time() - started, "failure": shell.failure}
+        reply["nbtrain"] = {
+            "seconds": time.time() - started,
+            "failure": shell.failure,
+            "groups": groups.state(),
+        }
         return reply
 
     def nbtrain_call(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:

@@ -6,13 +6,14 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 HOST = "127.0.0.1"
 
 
-def serve(path: str, host: str = HOST) -> None:
-    """Serve a ``TCPStore`` on a free port of ``host`` and write the port to ``path``.
+def serve(path: str, host: str = HOST, wait: Callable[[], object] | None = None) -> None:
+    """Serve a ``TCPStore`` on a free port of ``host``, write the port to ``path``, and return when ``wait`` does.
 
     ``TCPStore`` by itself listens on every interface; given a listening socket it does not.
     """
@@ -24,8 +25,7 @@ def serve(path: str, host: str = HOST) -> None:
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     _write_atomically(Path(path), str(port))
-    while True:
-        signal.pause()
+    (wait or signal.pause)()
     del store
 
 
@@ -36,4 +36,4 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], wait=sys.stdin.buffer.read)  # the kernel holds the other end: it ends when the kernel does

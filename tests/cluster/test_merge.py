@@ -28,14 +28,14 @@ def test_a_line_of_one_rank_waits_for_the_others_and_is_then_labelled() -> None:
     merger = Merger(range(4), hold_s=0.1)
     merger.text(0, "stdout", "only here\n", now=0.0)
     assert show(merger, now=0.05) == []
-    assert show(merger, now=0.11) == ["[0] only here\n"]
+    assert show(merger, now=0.11) == ["0| only here\n"]
 
 
 def test_different_lines_come_in_rank_order() -> None:
     merger = Merger(range(3))
     for rank in (2, 0, 1):
         merger.text(rank, "stdout", f"a{rank}\nb{rank}\n", now=0.0)
-    assert show(merger) == [f"[{r}] {name}{r}\n" for name in "ab" for r in range(3)]
+    assert show(merger) == [f"{r}| {name}{r}\n" for name in "ab" for r in range(3)]
 
 
 def test_the_odd_rank_is_named_and_the_rest_stays_merged() -> None:
@@ -43,14 +43,14 @@ def test_the_odd_rank_is_named_and_the_rest_stays_merged() -> None:
     for rank in range(3):
         odd = "warning\n" if rank == 1 else ""
         merger.text(rank, "stdout", f"start\n{odd}end\n", now=0.0)
-    assert show(merger) == ["start\n", "[1] warning\n", "end\n"]
+    assert show(merger) == ["start\n", "1| warning\n", "end\n"]
 
 
 def test_equal_ranks_share_a_label() -> None:
     merger = Merger(range(4))
     for rank in range(4):
         merger.text(rank, "stdout", "odd\n" if rank == 1 else "even\n", now=0.0)
-    assert show(merger) == ["[0,2-3] even\n", "[1] odd\n"]
+    assert show(merger) == ["0,2-3| even\n", "1| odd\n"]
 
 
 def test_text_may_be_cut_anywhere() -> None:
@@ -73,7 +73,7 @@ def test_a_rank_that_printed_nothing_holds_nobody_up_for_long() -> None:
     merger = Merger(range(2), hold_s=0.1)
     merger.finish(0, now=0.0)
     merger.text(1, "stdout", "late\n", now=0.0)
-    assert show(merger, now=0.2) == ["[1] late\n"]
+    assert show(merger, now=0.2) == ["1| late\n"]
 
 
 def test_a_finished_bar_waits_for_the_slowest_rank() -> None:
@@ -103,7 +103,7 @@ def test_alike_figures_are_shown_once_and_others_by_rank() -> None:
     for rank in range(2):
         merger.rich(rank, Rich("display_data", {"text/html": "<b>"}), now=0.0)
         merger.rich(rank, Rich("display_data", {"text/html": f"{rank}"}), now=0.0)
-    assert show(merger) == ["{'text/html': '<b>'}", "[0] {'text/html': '0'}", "[1] {'text/html': '1'}"]
+    assert show(merger) == ["{'text/html': '<b>'}", "0| {'text/html': '0'}", "1| {'text/html': '1'}"]
 
 
 @given(

@@ -1,0 +1,118 @@
+"""What goes wrong on ranks, and what a person types wrong: clear, once, and nothing alive dies of it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from notebook import Notebook
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.fixture(autouse=True)
+def _the_session_survives(nb: Notebook):
+    yield
+    output = nb("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()")
+    assert output.plain == ["4.0"], output.error
+
+
+def test_an_error_is_shown_once_with_its_ranks_and_its_line(nb: Notebook) -> None:
+    output = nb("%%distributed\nx = 1\nif rank == 1:\n    open('/nonexistent/file')\nprint('fine')")
+    text = plain(output.error)
+    assert output.ename == "CellError"
+    assert text.startswith("FileNotFoundError on rank 1: [Errno 2]")
+    assert re.search(r"Cell In\[\d+\], line 4", text)
+    assert "--> 4     open('/nonexistent/file')" in text
+    assert output.lines == ["0,2-3| fine"]
+
+
+def test_alike_errors_are_one_and_their_messages_are_by_rank(nb: Notebook) -> None:
+    text = plain(nb("%%distributed\nraise ValueError(f'bad {rank % 2}')").error)
+    assert text.count("raise ValueError") == 1
+    assert "ValueError on ranks 0-3" in text
+    assert "0,2| bad 0" in text
+
+
+def test_the_first_failure_is_first(nb: Notebook) -> None:
+    cell = """%%distributed
+import time
+kind = [OSError, KeyError, ValueError, EOFError][rank]
+time.sleep(0.1 * (3 - rank))
+raise kind(rank)"""
+    assert re.findall(r"(\w+) on rank \d", plain(nb(cell).error)) == ["EOFError", "ValueError", "KeyError", "OSError"]
+
+
+def test_library_frames_are_folded_and_the_cause_is_kept(nb: Notebook) -> None:
+    cell = """%%distributed
+try:
+    torch.nn.Linear(2, 2)(torch.ones(3))
+except RuntimeError as problem:
+    raise LookupError('wrapped') from problem"""
+    text = plain(nb(cell).error)
+    assert "library frames" in text
+    assert "which led to" in text
+    assert "LookupError on ranks 0-3: wrapped" in text
+
+
+def test_a_function_of_an_earlier_cell_is_found(nb: Notebook) -> None:
+    nb("%%distributed\ndef broken():\n    return 1 / 0")
+    text = plain(nb("%%distributed\nbroken()").error)
+    assert len(re.findall(r"Cell In\[\d+\], line", text)) == 2
+    assert "--> 3     return 1 / 0" in text
+
+
+def test_run_all_stops_at_an_error(nb: Notebook) -> None:
+    assert nb("%%distributed -r 0\n1 / 0").status == "error"
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("%%distributed\nfoo(", ["line 2", "never closed", "nothing ran"]),
+        ("%%distributed\n", ["empty"]),
+        ("%%distributed -r 0,7\n1", ["no rank 7", "0 to 3"]),
+        ("%%distributed -r x\n1", ["-r 0,2"]),
+        ("%%distributed -r 3-1\n1", ["-r 1-3"]),
+        ("%%distributed -r\n1", ["expected one argument"]),
+        ("%%distributed --plam zero=3\n1", ["did you mean '--plan'"]),
+        ("%%distributed --plan zeroo=3\n1", ["did you mean 'zero'"]),
+        ("%%distributed --plan dp_shard=3\n1", ["dp_shard=4"]),
+        ("%%distributed --plan tp=2\n1", ["tp=2", "later release"]),
+        ("%%distributed --push missing\n1", ["no 'missing'"]),
+        ("%%distributed --parallelize nothing\n1", ["nothing", "not defined"]),
+        ("%%distributed --timeout soon\n1", ["'soon'", "30"]),
+        ("%%distributed -o 1a\n1", ["'1a'", "name"]),
+        ("%%distributed -o a --no-block\n1", ["--name h"]),
+        ("%%distributed -n 2\n1", ["restart -n 2"]),
+        ("%%distributed -r 'a\n1", ["quot"]),
+        ("%distributed strt", ["did you mean 'start'"]),
+        ("%distributed start -n 0", ["'0'", "whole number"]),
+        ("%distributed start -n 3", ["restart -n 3"]),
+        ("%distributed start --bakend gloo", ["did you mean '--backend'"]),
+        ("%distributed restart --backend nccl", ["GPU"]),
+        ("%distributed restart --gpus 0", ["no GPU"]),
+        ("%distributed pull nothing_here", ["no 'nothing_here'"]),
+        ("%distributed auto maybe", ["auto on"]),
+        ("%distributed resize 2", ["later release"]),
+    ],
+)
+def test_bad_input_gets_one_line(nb: Notebook, cell: str, words: list[str]) -> None:
+    output = nb(cell)
+    text = plain(output.error) + output.stderr
+    assert output.status == "error", output.stdout
+    assert len(text.strip().splitlines()) == 1, text
+    assert [word for word in words if word not in text] == [], text
+
+
+def test_a_second_start_says_what_runs(nb: Notebook) -> None:
+    output = nb("%distributed start -n 4")
+    assert output.stdout == "4 CPU ranks (gloo, 1 thread each) run already\n"
+
+
+def test_a_mesh_is_checked_on_the_ranks_too(nb: Notebook) -> None:
+    text = plain(nb("%%distributed\nnt.Plan(dp_shard=3).resolve(world_size)").error)
+    assert "PlanError on ranks 0-3" in text
+    assert "dp_shard=4" in text
