@@ -40,7 +40,7 @@ def show(cell: Any) -> None:
 
 def text_of(output: Any) -> str:
     if output.output_type == "stream":
-        return "\n".join(line.rsplit("\r", 1)[-1] for line in output.text.rstrip("\r").splitlines())
+        return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in output.text.split("\n"))
     if output.output_type == "error":
         return _ANSI.sub("", "\n".join(output.traceback))
     kinds = ", ".join(kind for kind in output.data if kind != "text/plain")

@@ -54,8 +54,8 @@ def pull(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 def take_result(ns: dict[str, Any]) -> Any:
     """The value of the last cell's last expression; it is let go, so that a result holds no memory."""
-    kernel = _kernel()
-    value, kernel.last_result = kernel.last_result, None
+    hook = get_ipython().displayhook
+    value, hook.value = hook.value, None
     return portable(value)
 
 
@@ -83,7 +83,3 @@ def parallelize_names(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
     for name in names:
         ns[name] = parallelize(ns[name], plan)
     return {name: holdings(ns[name]) for name in names}
-
-
-def _kernel() -> Any:
-    return get_ipython().kernel

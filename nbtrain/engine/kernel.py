@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.zmqshell import ZMQInteractiveShell
 from ipyparallel.engine.kernel import IPythonParallelKernel
 from ipyparallel.serialize import deserialize_object, serialize_object
@@ -19,12 +20,23 @@ from nbtrain.engine import groups, tracebacks
 from nbtrain.errors import UsageError
 
 
+class RankDisplayHook(ZMQShellDisplayHook):
+    """Keeps the value of a cell's last expression, also where a semicolon mutes its display."""
+
+    value: Any = None
+
+    def __call__(self, result: Any = None) -> None:
+        self.value = result
+        super().__call__(result)
+
+
 class RankShell(ZMQInteractiveShell):
     """A shell that keeps an error as data instead of printing its traceback.
 
     The notebook shows each distinct error once, with the ranks that share it, so no rank formats its own.
     """
 
+    displayhook_class = Type(RankDisplayHook)
     failure: dict[str, Any] | None = None
     cell_label: tuple[str, int] = ("", 0)
 
@@ -76,7 +88,6 @@ class RankKernel(IPythonParallelKernel):
     """Adds to a reply what the notebook needs to know about the cell, and to the control channel our requests."""
 
     shell_class = Type(RankShell)
-    last_result = AnyTrait(None)
     shell_channel_thread = AnyTrait(_NoShellThread())
     _supports_kernel_subshells = False
 
@@ -87,7 +98,7 @@ class RankKernel(IPythonParallelKernel):
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         shell = self.shell
-        shell.failure = None
+        shell.failure = shell.displayhook.value = None
         sent = (kwargs.get("cell_meta") or {}).get("nbtrain", {})
         groups.begin(str(sent.get("number", 0)))
         shell.cell_label = (sent.get("label", ""), sent.get("offset", 0))
@@ -97,10 +108,8 @@ class RankKernel(IPythonParallelKernel):
         except Exception as error:  # the kernel's own: without a reply the notebook would wait for ever
             shell.failure = tracebacks.describe(error)
             reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
-        result = shell.last_execution_result
-        self.last_result = result.result if result is not None else None
-        if self.last_result is not None:
-            shell.user_ns["_"] = self.last_result
+        if shell.displayhook.value is not None:
+            shell.user_ns["_"] = shell.displayhook.value
         reply["nbtrain"] = {
             "seconds": time.time() - started,
             "failure": shell.failure,
