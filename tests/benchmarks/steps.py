@@ -73,7 +73,8 @@ class _Script:
 
     def __init__(self, kind: str, threads: int) -> None:
         self.kind = kind
-        self.environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+        quiet = {"PYTHONWARNINGS": "ignore"}  # FSDP2 warns of in-place operations that the model does not have
+        self.environment = {**os.environ, **quiet, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
         self.links: list[Any] = []
 
     @contextmanager

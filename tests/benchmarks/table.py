@@ -28,7 +28,8 @@ def conditions() -> str:
     return (
         f"Medians, with the middle half in brackets (the extremes where there are fewer than 8 samples), on "
         f"{len(os.sched_getaffinity(0))} shared CPU cores without a GPU; Python {platform.python_version()}, "
-        f"{packages}; {datetime.date.today():%Y-%m-%d}. `make benchmarks` measures again."
+        f"{packages}; {datetime.date.today():%Y-%m-%d}. nbdistributed gets its first cell when its "
+        "workers have connected; one that is sent sooner is lost. `make benchmarks` measures again."
     )
 
 
