@@ -29,6 +29,11 @@ class Output:
         return self._stream("stderr")
 
     @property
+    def count(self) -> int:
+        """The number in brackets beside the cell."""
+        return next(m["content"]["execution_count"] for m in self.messages if m["msg_type"] == "execute_input")
+
+    @property
     def lines(self) -> list[str]:
         return self.stdout.splitlines()
 

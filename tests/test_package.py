@@ -39,7 +39,7 @@ def test_the_public_surface() -> None:
     "code",
     [
         "import nbtrain",
-        "import nbtrain.magics, nbtrain.cluster.session, nbtrain.planner, nbtrain.plan, nbtrain.events, nbtrain.errors",
+        "import nbtrain.magics, nbtrain.cluster.session, nbtrain.plan, nbtrain.events, nbtrain.errors",
         "import nbtrain; nbtrain.Plan(zero=3).resolve(4).describe()",
     ],
 )

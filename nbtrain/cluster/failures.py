@@ -15,7 +15,7 @@ from nbtrain import errors
 from nbtrain.cluster.ranks import compact
 
 Failure = dict[str, Any]
-_BOLD, _RED, _GREEN, _DIM, _OFF = "\x1b[1m", "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_BOLD, _DIM, _OFF = "\x1b[1m", "\x1b[2m", "\x1b[0m"  # colours are hard to read on a notebook's red
 MAX_GROUPS = 8  # distinct errors that are shown in full
 
 
@@ -111,7 +111,7 @@ def _render_group(one: Group) -> list[str]:
         lines.append(f"{_DIM}which led to{_OFF}")
     last = chain[-1]
     messages = _messages(one)
-    head = f"{_BOLD}{_RED}{last['ename']}{_OFF} on {_BOLD}{ranks_text(one.ranks)}{_OFF}"
+    head = f"{_BOLD}{last['ename']}{_OFF} on {_BOLD}{ranks_text(one.ranks)}{_OFF}"
     lines += _render_link(last, f"{head}: {next(iter(messages))}" if len(messages) == 1 else head)
     if len(messages) > 1:
         lines += [f"  {compact(ranks)}| {text}" for text, ranks in messages.items()]
@@ -152,7 +152,7 @@ def _render_frame(frame: dict[str, Any]) -> list[str]:
     for number, text in frame["around"]:
         shown = number + frame.get("offset", 0)
         if number == frame["number"]:
-            lines.append(f"{_GREEN}  --> {shown:>{width}} {text}{_OFF}")
+            lines.append(f"{_BOLD}  --> {shown:>{width}} {text}{_OFF}")
         elif text:
             lines.append(f"      {shown:>{width}} {text}")
     return lines

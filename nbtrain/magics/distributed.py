@@ -81,7 +81,8 @@ class DistributedMagics(Magics):
 
     def _place(self) -> tuple[str, int]:
         """What the notebook calls this cell, and how many of its lines precede the code."""
-        return f"Cell In[{self.shell.execution_count}]", 0 if auto.is_on(self.shell) else 1
+        number = len(self.shell.history_manager.input_hist_parsed) - 1  # the count is the next cell's by now
+        return f"Cell In[{number}]", 0 if auto.is_on(self.shell) else 1
 
     def _local_values(self, names: list[str]) -> dict[str, Any]:
         own = self.shell.user_ns

@@ -64,7 +64,7 @@ class Progress(Generic[T]):
         self._values.update(values)
 
     def _draw(self, end: str = "") -> None:
-        file = self._file or sys.stderr
+        file = self._file or _default_file()
         line = self._line()
         # blanks cover what is left of a longer line
         file.write(f"\r{line}{' ' * (self._width - len(line))}{end}")
@@ -111,16 +111,21 @@ def progress(
     samples: int | None = None,
     file: TextIO | None = None,
 ) -> Progress[T]:
-    """A bar over ``iterable``, on stderr unless ``file`` is given.
+    """A bar over ``iterable``.
 
     Args:
         iterable: E.g. a loader.
         total: Items; None takes ``len(iterable)`` where there is one.
         label: Stands in front.
         samples: Global samples an item; None takes ``iterable.batch_size`` where there is one.
-        file: Where it is drawn.
+        file: Where it is drawn; None takes stdout in a notebook, which shows stderr on red, and else stderr.
     """
     return Progress(iterable, total=total, label=label, samples=samples, file=file)
+
+
+def _default_file() -> TextIO:
+    in_notebook = hasattr(sys.stdout, "pub_thread")  # ipykernel's stream
+    return sys.stdout if in_notebook else sys.stderr
 
 
 def _length(iterable: Iterable[Any]) -> int | None:

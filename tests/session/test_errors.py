@@ -24,7 +24,7 @@ def test_an_error_is_shown_once_with_its_ranks_and_its_line(nb: Notebook) -> Non
     text = plain(output.error)
     assert output.ename == "CellError"
     assert text.startswith("FileNotFoundError on rank 1: [Errno 2]")
-    assert re.search(r"Cell In\[\d+\], line 4", text)
+    assert f"Cell In[{output.count}], line 4" in text
     assert "--> 4     open('/nonexistent/file')" in text
     assert output.lines == ["0,2-3| fine"]
 
