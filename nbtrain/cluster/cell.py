@@ -18,10 +18,14 @@ POLL_S = 0.5  # Windows cannot interrupt a wait without a timeout
 class Cell:
     """The state of one cell. The client's IO thread feeds it, the notebook's thread waits for it."""
 
-    def __init__(self, ranks: Sequence[int], output: CellOutput, publisher: Publisher, name: str = "") -> None:
+    def __init__(
+        self, ranks: Sequence[int], output: CellOutput, publisher: Publisher, number: int, name: str = ""
+    ) -> None:
         self.ranks = list(ranks)
         self.output = output
+        self.number = number
         self.name = name
+        self.requests: list[str] = []
         self.started = time.monotonic()
         self.ended: float | None = None
         self.failures: dict[int, Failure] = {}

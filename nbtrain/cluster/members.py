@@ -74,6 +74,11 @@ class Members:
         except ConnectionError as lost:
             raise RankDiedError(str(lost)) from None
 
+    def forget(self, requests: Iterable[str]) -> None:
+        """No longer listen to what comes late for these cells."""
+        for request in requests:
+            self._need_client().forget(request)
+
     def rejoin(self) -> None:
         """Form the process groups again, under a new generation."""
         self._generation += 1

@@ -6,6 +6,7 @@ import ast
 import atexit
 import signal
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from nbtrain.errors import (
 )
 from nbtrain.plan import Plan
 
+LISTENED_CELLS = 200  # so many ended cells still show what their threads print
 INTERRUPT_GRACE_S = 2.0  # Python code answers SIGINT in well under this
 
 _current: Session | None = None
@@ -89,6 +91,7 @@ class Session:
         self._publisher: Publisher | None = None
         self._cells: list[Cell] = []
         self._num_cells = 0
+        self._ended: deque[Cell] = deque()
         self._groups: set[str] = set()  # what ended cells have left of the process groups
         self.start_seconds = 0.0
 
@@ -123,7 +126,7 @@ class Session:
             raise
         except Exception as problem:
             raise StartError(f"the ranks did not start: {type(problem).__name__}: {problem}") from problem
-        self._options = wanted
+        self._options = wanted.updated({"n": self._members.world_size})
         self._publisher = Publisher()
         self.start_seconds = time.monotonic() - began
         atexit.register(self.stop)
@@ -140,6 +143,7 @@ class Session:
             for rank in cell.running:
                 cell.on_death(rank, "the session was stopped")
         self._cells.clear()
+        self._ended.clear()
         self._groups.clear()
         if self._publisher is not None:
             self._publisher.stop()
@@ -213,7 +217,7 @@ class Session:
             self._bind_plan(plan)
         if push:
             self.push(push, ranks)
-        cell = self._send(source, targets, name, label, offset)
+        cell = self._send(source, targets, name, label, offset, keep=values or not block)
         if not block:
             return Handle(cell, lambda: self._interrupt(cell), lambda: self._values(cell))
         self._await(cell, timeout)
@@ -259,10 +263,6 @@ class Session:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _already(self, wanted: Options) -> Session:
-        if wanted.n == self.world_size:  # it may have been the default
-            wanted = wanted.updated({"n": self._options.n or wanted.n})
-        if self._options.n is None and wanted.n == self.world_size:
-            wanted = Options(None, wanted.gpus, wanted.backend, wanted.threads, wanted.launcher)
         difference = self._options.differences(wanted)
         if difference:
             raise SessionError(
@@ -287,7 +287,7 @@ class Session:
                 raise RankDiedError(f"rank {rank} died ({how}); type %distributed restart to start again")
         return targets
 
-    def _send(self, source: str, targets: list[int], name: str, label: str, offset: int) -> Cell:
+    def _send(self, source: str, targets: list[int], name: str, label: str, offset: int, keep: bool) -> Cell:
         self._refuse_if_busy(targets)
         self._mend_groups()
         members, publisher = self._ready(), self._publisher
@@ -295,11 +295,10 @@ class Session:
         assert members.client is not None
         self._num_cells += 1
         output = CellOutput(targets, sinks.current(), members.folder / f"output-of-cell-{self._num_cells}.txt")
-        cell = Cell(targets, output, publisher, name)
+        cell = Cell(targets, output, publisher, self._num_cells, name)
         self._cells.append(cell)
-        about = {"number": self._num_cells, "label": label, "offset": offset}
-        for rank in targets:
-            members.client.execute(rank, source, cell, about)
+        about = {"number": cell.number, "label": label, "offset": offset, "keep": keep}
+        cell.requests = [members.client.execute(rank, source, cell, about) for rank in targets]
         return cell
 
     def _mend_groups(self) -> None:
@@ -318,7 +317,10 @@ class Session:
         for cell in self._cells:
             if cell.done:
                 self._groups |= cell.groups
+                self._ended.append(cell)
         self._cells = [cell for cell in self._cells if not cell.done]
+        while len(self._ended) > LISTENED_CELLS:
+            self._ready().forget(self._ended.popleft().requests)
         return {rank: cell for cell in self._cells for rank in cell.running}
 
     def _refuse_if_busy(self, targets: Iterable[int]) -> None:
@@ -376,7 +378,7 @@ class Session:
         )
 
     def _values(self, cell: Cell) -> list[Any]:
-        return self._call("take_result", cell.ranks)
+        return self._call("take_result", cell.ranks, cell.number)
 
     def _bind_plan(self, plan: Plan | str) -> None:
         checked = Plan.parse(plan) if isinstance(plan, str) else plan

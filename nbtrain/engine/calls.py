@@ -52,11 +52,16 @@ def pull(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return {name: portable(ns[name]) for name in names}
 
 
-def take_result(ns: dict[str, Any]) -> Any:
-    """The value of the last cell's last expression; it is let go, so that a result holds no memory."""
-    hook = get_ipython().displayhook
-    value, hook.value = hook.value, None
-    return portable(value)
+def take_result(ns: dict[str, Any], number: int) -> Any:
+    """The value of the last expression of cell ``number``; it is let go, so that a result holds no memory.
+
+    Raises:
+        UsageError: it was taken, or so many cells ran since that it was let go.
+    """
+    kept = get_ipython().kernel.kept
+    if number not in kept:
+        raise UsageError("the value of this cell is no longer there; bind it to a name in the cell and pull that")
+    return portable(kept.pop(number))
 
 
 def bind_plan(ns: dict[str, Any], plan: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ from traitlets import Type
 from nbtrain.engine import groups, tracebacks
 from nbtrain.errors import UsageError
 
+KEPT_VALUES = 32  # of cells that nobody waits for, until their handles are asked
+
 
 class RankDisplayHook(ZMQShellDisplayHook):
     """Keeps the value of a cell's last expression, also where a semicolon mutes its display."""
@@ -93,6 +95,7 @@ class RankKernel(IPythonParallelKernel):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.kept: dict[int, Any] = {}
         self.control_handlers["nbtrain_request"] = self.nbtrain_request
         self.shell_handlers["nbtrain_call"] = self.nbtrain_call
 
@@ -108,14 +111,24 @@ class RankKernel(IPythonParallelKernel):
         except Exception as error:  # the kernel's own: without a reply the notebook would wait for ever
             shell.failure = tracebacks.describe(error)
             reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
-        if shell.displayhook.value is not None:
-            shell.user_ns["_"] = shell.displayhook.value
+        self._keep(sent)
         reply["nbtrain"] = {
             "seconds": time.time() - started,
             "failure": shell.failure,
             "groups": groups.state(),
         }
         return reply
+
+    def _keep(self, sent: dict[str, Any]) -> None:
+        """Keep the value of the last expression as ``_``, and for the notebook if it will ask for it."""
+        hook = self.shell.displayhook
+        value, hook.value = hook.value, None
+        if value is not None:
+            self.shell.user_ns["_"] = value
+        if sent.get("keep"):
+            self.kept[sent["number"]] = value
+        while len(self.kept) > KEPT_VALUES:
+            self.kept.pop(next(iter(self.kept)))
 
     def nbtrain_call(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Call a function of `nbtrain.engine.calls` on the main thread, with the rank's namespace."""

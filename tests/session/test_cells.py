@@ -177,3 +177,18 @@ def test_the_cell_right_after_an_interrupt_runs_on_every_rank(nb: Notebook) -> N
     if nb.wait(following).status == "aborted":  # Jupyter aborts what was queued behind an error: that is local
         nb("%%distributed -o n\ncount += 1\ncount")
     assert nb.value("n") == [1, 1, 1, 1]
+
+
+def test_a_handles_result_is_its_own_cells(nb: Notebook) -> None:
+    nb("%%distributed --no-block --name first\n'first'")
+    nb("first.wait()")
+    nb("%%distributed -o second\n'second'")
+    assert nb.value("first.result()") == ["first"] * 4
+    assert nb.value("second") == ["second"] * 4
+
+
+def test_help_is_complete(nb: Notebook) -> None:
+    nb.client.execute_interactive("%distributed?", output_hook=lambda _: None, timeout=20)
+    found = nb.client.inspect("%distributed", 5, reply=True, timeout=20)["content"]
+    text = found["data"]["text/plain"]
+    assert [word for word in ("--parallelize", "auto on|off", "restart", "torchrun") if word not in text] == []
