@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 from nbtrain.errors import UsageError
 
@@ -47,5 +49,14 @@ def choose_gpus(spec: str | None, visible: list[str]) -> list[str]:
 
 def threads_per_rank(num_ranks: int) -> int:
     """Intra-operation CPU threads for each of ``num_ranks`` ranks on this machine: cores / ranks, at least 1."""
+    return max(1, usable_cores() // num_ranks)
+
+
+def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The cores that this process may use: those it may run on, and no more than its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // num_ranks)
+    try:
+        quota, period = quota_file.read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or "max": no quota
+        return cores

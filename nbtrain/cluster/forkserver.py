@@ -31,8 +31,9 @@ class ForkServer:
         self._forked: dict[str, Future[int]] = {}
         self._link, theirs = socket.socketpair()
         with theirs, self.log.open("ab") as log:
+            # -P: a file of the user's that is called random.py must not be what the server imports
             self.process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno()), str(runtime)],
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(runtime)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

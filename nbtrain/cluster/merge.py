@@ -105,7 +105,7 @@ class _Rank:
 class Merger:
     """Merges the output of ``ranks``."""
 
-    def __init__(self, ranks: Sequence[int], hold_s: float = 0.2) -> None:
+    def __init__(self, ranks: Sequence[int], hold_s: float = 0.3) -> None:
         self.ranks = {rank: _Rank() for rank in ranks}
         self.hold_s = hold_s
 

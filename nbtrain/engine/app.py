@@ -10,6 +10,7 @@ import contextvars
 import functools
 import importlib.util
 import os
+import sys
 import threading
 from typing import Any
 
@@ -43,6 +44,9 @@ SHELL_ARGS = (
 )
 
 
+FLUSH_S = 0.05  # well below the time for which the notebook holds a line to see whether other ranks print it too
+
+
 class RankEngine(upstream.IPEngine):
     """An engine whose id is its rank."""
 
@@ -56,6 +60,8 @@ class RankEngine(upstream.IPEngine):
         await super().complete_registration(msg, connect, maybe_tunnel)
         # Libraries (tqdm.auto among them) take this entry for a page that can show widgets.
         self.kernel.shell.config.pop("IPKernelApp", None)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush_interval = FLUSH_S  # type: ignore[union-attr]
         _threads_inherit_their_cell()
         _bars_are_text()
 

@@ -103,7 +103,7 @@ def test_alike_figures_are_shown_once_and_others_by_rank() -> None:
     for rank in range(2):
         merger.rich(rank, Rich("display_data", {"text/html": "<b>"}), now=0.0)
         merger.rich(rank, Rich("display_data", {"text/html": f"{rank}"}), now=0.0)
-    assert show(merger) == ["{'text/html': '<b>'}", "0| {'text/html': '0'}", "1| {'text/html': '1'}"]
+    assert show(merger, now=2.0) == ["{'text/html': '<b>'}", "0| {'text/html': '0'}", "1| {'text/html': '1'}"]
 
 
 @given(
