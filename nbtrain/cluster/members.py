@@ -82,8 +82,9 @@ class Members:
     def rejoin(self) -> None:
         """Form the process groups again, under a new generation."""
         self._generation += 1
-        options = {"backend": self._request.backend, "generation": f"rejoin{self._generation}"}
-        self.call("rejoin", range(self.world_size), **options)
+        everyone = range(self.world_size)
+        common = min(self.call("num_formed", everyone))
+        self.call("rejoin", everyone, f"rejoin{self._generation}", common)
 
     def ask(self, rank: int, name: str, timeout: float, **args: Any) -> Any:
         """Ask a rank's control thread, which answers while a cell runs; None if it does not within ``timeout`` s."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ipyparallel.serialize import can
@@ -36,7 +37,10 @@ from nbtrain.errors import (
 from nbtrain.plan import Plan
 
 LISTENED_CELLS = 200  # so many ended cells still show what their threads print
-INTERRUPT_GRACE_S = 2.0  # Python code answers SIGINT in well under this
+WATCH_S = 0.25  # between two looks at the ranks that still run a cell
+WAITS_S = 1.0  # in a collective, while another rank of the cell has failed
+PYTHON_GRACE_S = 0.3  # Python code answers SIGINT in well under this
+INTERRUPT_GRACE_S = 3.0  # and a rank that was cut out of a collective well under this
 
 _current: Session | None = None
 
@@ -219,7 +223,7 @@ class Session:
             self.push(push, ranks)
         cell = self._send(source, targets, name, label, offset, keep=values or not block)
         if not block:
-            return Handle(cell, lambda: self._interrupt(cell), lambda: self._values(cell))
+            return Handle(cell, lambda: self._end(cell), lambda: self._values(cell))
         self._await(cell, timeout)
         if parallelize:
             holdings = self._call("parallelize_names", targets, list(parallelize))
@@ -227,11 +231,15 @@ class Session:
         return self._values(cell) if values else None
 
     def interrupt(self, ranks: str = "all") -> list[int]:
-        """Interrupt the ranks that run a cell, as Ctrl-C would; returns them."""
+        """Interrupt the cells that run on ``ranks``, as Ctrl-C would; returns the ranks that ran them.
+
+        All ranks of a cell are interrupted: they may wait for each other.
+        """
         wanted = set(parse(ranks, self._ready().world_size))
-        running = sorted({rank for cell in self._cells for rank in cell.running} & wanted)
-        for rank in running:
-            self._ready().signal(rank, signal.SIGINT)
+        cells = [cell for cell in self._cells if wanted & set(cell.running)]
+        running = sorted({rank for cell in cells for rank in cell.running})
+        for cell in cells:
+            self._end(cell)
         return running
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -302,15 +310,13 @@ class Session:
         return cell
 
     def _mend_groups(self) -> None:
-        """Form the session's groups again where a cell has destroyed them, as a script for torchrun does at its end."""
+        """Form the session's groups again where ranks were cut out of them or a cell has destroyed them."""
         members = self._ready()
         if self._busy() or members.dead or self._groups <= {"kept"}:
             return
-        if "gone" in self._groups:
+        with self._interruptible(range(members.world_size)):
             members.rejoin()
-        else:
-            members.call("remesh", range(members.world_size))
-        self._groups = set()
+        self._groups.clear()
 
     def _busy(self) -> dict[int, Cell]:
         """The cell that each busy rank runs."""
@@ -336,9 +342,9 @@ class Session:
 
     def _await(self, cell: Cell, timeout: float | None) -> None:
         try:
-            finished = cell.wait(timeout)
+            finished = self._watch(cell, timeout)
         except KeyboardInterrupt:
-            self._end(cell)
+            self._end_in_any_case(cell)
             raise CellInterrupted(self._after_interrupt(cell)) from None
         finally:
             cell.output.publish(final=cell.done)
@@ -353,10 +359,45 @@ class Session:
         for rank in cell.running:
             self._ready().signal(rank, signal.SIGINT)
 
+    def _watch(self, cell: Cell, timeout: float | None) -> bool:
+        """Wait for the cell; whether it has finished. A rank that waits for one that failed is freed meanwhile."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return cell.done
+            if cell.wait(WATCH_S if left is None else min(left, WATCH_S)):
+                return True
+            if cell.failures or cell.deaths:
+                self._free([rank for rank in cell.running if self._waits(rank)])
+
+    def _waits(self, rank: int) -> bool:
+        """Whether a rank has waited in a collective for so long that a failed rank must be why."""
+        pending = self.ask(rank, "pending", 1.0)
+        return bool(pending) and pending[0]["waits_s"] > WAITS_S
+
+    def _free(self, ranks: Iterable[int]) -> None:
+        """Cut ranks out of the collective that they wait in. Their groups are formed again before the next cell."""
+        for rank in ranks:
+            self.ask(rank, "free", 1.0)
+            self._groups.add("lost")
+
+    def _end_in_any_case(self, cell: Cell) -> None:
+        """`_end`, also where an impatient person interrupts that too."""
+        try:
+            self._end(cell)
+        except KeyboardInterrupt:
+            self._end(cell)
+
     def _end(self, cell: Cell) -> None:
-        """Interrupt what still runs the cell and give it a moment."""
+        """Interrupt what still runs the cell, and free what waits in C++, where no interrupt arrives."""
+        # Ranks may be a step apart now: where groups are formed again, trainers agree on one.
+        self._groups.add("lost")
         self._interrupt(cell)
-        cell.wait(INTERRUPT_GRACE_S)
+        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        while not cell.wait(PYTHON_GRACE_S) and time.monotonic() < deadline:
+            self._free(cell.running)
+            self._interrupt(cell)  # again: the first may have fallen where Python drops exceptions
         cell.output.publish(final=cell.done)
 
     def _after_interrupt(self, cell: Cell) -> str:
@@ -365,8 +406,8 @@ class Session:
             return f"interrupted on {ranks_text(cell.ranks)}; they kept their state"
         places = "; ".join(f"rank {rank}{self._place(rank)}" for rank in stuck)
         return (
-            f"{places} did not answer within {INTERRUPT_GRACE_S:g} s, perhaps in a collective that others left; "
-            "type %distributed restart to start again"
+            f"{places} did not answer within {INTERRUPT_GRACE_S:g} s; "
+            "wait for it, or type %distributed restart to start again"
         )
 
     def _place(self, rank: int) -> str:
@@ -388,12 +429,19 @@ class Session:
     def _call(self, name: str, ranks: Iterable[int], *args: Any) -> list[Any]:
         targets = list(ranks)
         self._refuse_if_busy(targets)
-        try:
+        with self._interruptible(targets):
             return self._ready().call(name, targets, *args)
+
+    @contextlib.contextmanager
+    def _interruptible(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Let Ctrl-C end what the ranks are called for; they may wait for each other in it."""
+        try:
+            yield
         except KeyboardInterrupt:
-            for rank in targets:
+            for rank in ranks:
                 self._ready().signal(rank, signal.SIGINT)
-            raise
+            self._free(ranks)
+            raise CellInterrupted("interrupted before the cell was sent; the ranks kept their state") from None
 
     def _died(self, rank: int, how: str) -> None:
         for cell in self._cells:

@@ -24,14 +24,14 @@ def join(ns: dict[str, Any], **options: Any) -> dict[str, Any]:
     return groups.join(ns, **options)
 
 
-def rejoin(ns: dict[str, Any], **options: Any) -> None:
+def num_formed(ns: dict[str, Any]) -> int:
+    """See `nbtrain.engine.groups.num_formed`."""
+    return groups.num_formed()
+
+
+def rejoin(ns: dict[str, Any], generation: str, num_groups: int) -> None:
     """See `nbtrain.engine.groups.rejoin`."""
-    groups.rejoin(ns, **options)
-
-
-def remesh(ns: dict[str, Any]) -> None:
-    """See `nbtrain.engine.groups.remesh`."""
-    groups.remesh(ns)
+    groups.rejoin(generation, num_groups)
 
 
 def push(ns: dict[str, Any], canned: dict[str, Any]) -> None:

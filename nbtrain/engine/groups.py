@@ -1,7 +1,10 @@
-"""The process groups of a rank: made when the session starts, and made again when a cell has destroyed them.
+"""The process groups of a rank: made when the session starts, and made again when they were cut or destroyed.
 
 The rendezvous is torchrun's: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name the session's store. Each group formed
 there gets a prefix of its own (a generation, and a count within it), so that no key of an earlier group is found again.
+
+Groups that are formed again in the same order get the same names, and torch finds the groups of a mesh by their names:
+so the groups that were formed on the session's default group are remembered, and live models work on the new ones.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import datetime
 import functools
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -18,16 +20,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from nbtrain.engine import recorder, wires
 from nbtrain.events import RankInfo
+from nbtrain.parallel import live
 from nbtrain.parallel.mesh import build_mesh
 from nbtrain.plan import Plan
 
 # A collective that a peer never joins ends after this; the session's interrupt is what frees it sooner.
 TIMEOUT = datetime.timedelta(minutes=30)
-_torch_init: Callable[..., None] = c10d.init_process_group
-_generation = ""
-_num_formed = 0  # groups that this process has formed in the current generation
-_known: Any = None  # the default group that the session knows
+_torch_init: Any = c10d.init_process_group
+_torch_new_group: Any = getattr(c10d, "_new_group_with_tag", None)
+
+
+class _Membership:
+    """This rank's part in the session. One a process, as torch's default group is."""
+
+    backend = ""
+    generation = ""
+    num_formed = 0  # default groups that were formed in this generation
+    default: Any = None  # the default group that the session formed
+    formed: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # noqa: RUF012  # further groups, as they were asked for
+    whole = False  # all groups stand; not so once a connection was cut
+    freed = False  # the cell that runs was cut out of a collective
+
+
+_member = _Membership()
 
 
 def join(user_ns: dict[str, Any], *, backend: str, threads: int, seed: int, generation: str) -> dict[str, Any]:
@@ -35,64 +52,90 @@ def join(user_ns: dict[str, Any], *, backend: str, threads: int, seed: int, gene
 
     Returns `RankInfo` as a dict.
     """
-    leave()
     device = _take_device(threads)
+    _member.backend = _backends(backend, device)
     begin(generation)
-    binding = {"device_id": device} if device.type == "cuda" else {}
-    _form(_backends(backend, device), timeout=TIMEOUT, **binding)
+    _form_default()
     torch.manual_seed(seed + dist.get_rank())  # a fork copies the random state: without this all ranks draw alike
+    _watch_torch()
     _fill(user_ns, device)
-    remesh(user_ns)
-    _accept_torchrun_code()
+    _member.whole = True
     return asdict(_describe(device, threads, user_ns["mesh"]))
 
 
-def rejoin(user_ns: dict[str, Any], *, backend: str, generation: str) -> None:
-    """Form the groups again; the namespace keeps everything but ``mesh``, which is rebuilt."""
+def num_formed() -> int:
+    """How many further groups were formed on the session's default group."""
+    return len(_member.formed)
+
+
+def rejoin(generation: str, num_groups: int) -> None:
+    """Form the groups again, the first ``num_groups`` further ones too, and let live models go on with them.
+
+    ``num_groups`` is what all ranks have formed: an interrupt may have caught some of them in the middle.
+    """
     leave()
     begin(generation)
-    _form(_backends(backend, user_ns["device"]), timeout=TIMEOUT)
-    remesh(user_ns)
-
-
-def remesh(user_ns: dict[str, Any]) -> None:
-    """Build ``mesh`` again on the groups that a cell has formed itself."""
-    global _known
-    _known = dist.group.WORLD
-    user_ns["mesh"] = build_mesh(user_ns.get("plan", Plan(zero=0)), user_ns["device"].type)
+    # Kept whatever happens: an interrupt in here is followed by another `rejoin`.
+    del _member.formed[num_groups:]
+    _form_default()
+    for args, options in list(_member.formed):
+        with wires.recorded():
+            _torch_new_group(*args, **options)
+    live.rebind()
+    _member.whole = True
 
 
 def leave() -> None:
-    """Destroy the groups: the engine is about to stop or to form others."""
+    """Destroy the groups, dead or alive."""
+    _member.whole = False
+    wires.cut()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
+def free() -> bool:
+    """Cut the main thread out of the collective, or the rendezvous, that it waits in. From the control thread."""
+    _member.whole, _member.freed = False, True
+    for group in list(c10d._world.pg_map) if torch.cuda.is_available() else ():
+        group.abort()  # NCCL's way; on gloo it does nothing
+    return wires.cut() > 0
+
+
 def begin(generation: str) -> None:
     """Whatever groups are formed from now on belong to ``generation``: a cell, or a membership."""
-    global _generation, _num_formed
-    _generation, _num_formed = generation, 0
+    _member.generation, _member.num_formed, _member.freed = generation, 0, False
 
 
 def state() -> str:
-    """What became of the session's groups: "kept", "changed" by a cell that formed others, or "gone"."""
-    if not dist.is_initialized():
-        return "gone"
-    return "kept" if dist.group.WORLD is _known else "changed"
+    """What became of the session's groups: "kept", or "lost" to a cut or to a cell that formed others."""
+    kept = _member.whole and dist.is_initialized() and dist.group.WORLD is _member.default
+    return "kept" if kept else "lost"
+
+
+def was_freed() -> bool:
+    """Whether the cell that runs was cut out of a collective: what it raises then is a consequence."""
+    return _member.freed
+
+
+def _form_default() -> None:
+    _form(_member.backend, timeout=TIMEOUT)
+    _member.default = dist.group.WORLD
+    recorder.begin()
 
 
 def _form(backend: str | None, **options: Any) -> None:
     """`torch.distributed.init_process_group` on the session's store."""
-    global _num_formed
-    _num_formed += 1
+    _member.num_formed += 1
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
-    options["store"] = dist.PrefixStore(f"{_generation}/{_num_formed}", store)  # type: ignore[attr-defined]
-    _torch_init(backend, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), **options)
+    with wires.recorded():
+        store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
+        prefix = f"{_member.generation}/{_member.num_formed}"
+        options["store"] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        _torch_init(backend, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), **options)
 
 
-def _accept_torchrun_code() -> None:
-    """Let ``init_process_group`` succeed where the session has done already what the code asks for."""
+def _watch_torch() -> None:
+    """Remember further groups; accept code written for torchrun, which asks for what the session has done already."""
 
     @functools.wraps(_torch_init)
     def init_process_group(backend: str | None = None, init_method: str | None = None, **options: Any) -> None:
@@ -105,8 +148,17 @@ def _accept_torchrun_code() -> None:
             options.pop(name, None)
         _form(backend, **options)
 
+    @functools.wraps(_torch_new_group)
+    def new_group(*args: Any, **options: Any) -> Any:
+        with wires.recorded():
+            group = _torch_new_group(*args, **options)
+        if dist.group.WORLD is _member.default:
+            _member.formed.append((args, options))
+        return group
+
     for module in (dist, c10d):
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
+    c10d._new_group_with_tag = new_group
 
 
 def _take_device(threads: int) -> torch.device:
@@ -132,6 +184,7 @@ def _fill(user_ns: dict[str, Any], device: torch.device) -> None:
         world_size=dist.get_world_size(),
         local_rank=int(os.environ["LOCAL_RANK"]),
         device=device,
+        mesh=build_mesh(Plan(zero=0), device.type),
         dist=dist,
         torch=torch,
         nt=nbtrain,

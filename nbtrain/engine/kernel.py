@@ -16,7 +16,7 @@ from IPython.core.error import UsageError as MagicUsageError
 from traitlets import Any as AnyTrait
 from traitlets import Type
 
-from nbtrain.engine import groups, tracebacks
+from nbtrain.engine import groups, recorder, tracebacks
 from nbtrain.errors import UsageError
 
 KEPT_VALUES = 32  # of cells that nobody waits for, until their handles are asked
@@ -70,7 +70,7 @@ class RankShell(ZMQInteractiveShell):
         sys.stderr.flush()
         sys.last_type, sys.last_value, sys.last_traceback = kind, value, trace  # %debug reads these
         self._last_traceback = [f"{kind.__name__}: {value}"]
-        self.failure = tracebacks.describe(value)
+        self.failure = tracebacks.describe(value, consequence=groups.was_freed())
 
 
 class _NoShellThread:
@@ -175,4 +175,14 @@ def where(kernel: RankKernel) -> dict[str, Any]:
     return tracebacks.current_line()
 
 
-CONTROL: dict[str, Callable[..., Any]] = {"complete": complete, "where": where}
+def free(kernel: RankKernel) -> bool:
+    """Cut the main thread out of the collective that it waits in."""
+    return groups.free()
+
+
+def pending(kernel: RankKernel) -> list[dict[str, Any]]:
+    """The collectives that this rank waits in."""
+    return recorder.pending()
+
+
+CONTROL: dict[str, Callable[..., Any]] = {function.__name__: function for function in (complete, where, free, pending)}

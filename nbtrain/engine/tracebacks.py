@@ -34,11 +34,14 @@ MAX_MESSAGE = 4000  # characters of an exception's text
 CELLS: dict[str, tuple[str, int]] = {}
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """``error`` and its causes as JSON-friendly data; ``frames`` run from the cell's line to where it was raised."""
+def describe(error: BaseException, *, consequence: bool = False) -> dict[str, Any]:
+    """``error`` and its causes as JSON-friendly data; ``frames`` run from the cell's line to where it was raised.
+
+    ``consequence`` says that another rank's failure is known to have caused it.
+    """
     return {
         "time": time.time(),
-        "consequence": bool(_CONSEQUENCES.search(str(error))),
+        "consequence": consequence or bool(_CONSEQUENCES.search(str(error))),
         "chain": [_one(link) for link in _chain(error)],
     }
 

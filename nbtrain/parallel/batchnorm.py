@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from nbtrain.parallel.live import Grouped
+
 _REPLACED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -37,7 +39,7 @@ class _AllReduce(torch.autograd.Function):
         return total, None
 
 
-class GlobalBatchNorm(_BatchNorm):
+class GlobalBatchNorm(_BatchNorm, Grouped):
     """Batch normalisation by the statistics of all ranks' batches.
 
     Input and output: (B, C) or (B, C, ...), any floating dtype; statistics are fp32. B may differ between ranks and
@@ -45,6 +47,9 @@ class GlobalBatchNorm(_BatchNorm):
     """
 
     group: dist.ProcessGroup
+
+    def regroup(self, group: dist.ProcessGroup) -> None:
+        self.group = group
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         values = input.float()

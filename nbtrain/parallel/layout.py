@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from nbtrain.parallel import shard
+from nbtrain.parallel.live import Grouped
 from nbtrain.parallel.mesh import data_mesh
 from nbtrain.parallel.usage import Usage
 from nbtrain.plan import Plan
@@ -60,6 +62,18 @@ class Layout:
     def group(self) -> dist.ProcessGroup | None:
         """All data-parallel ranks; None when this rank is alone."""
         return None if self.mesh is None or self.dp == 1 else data_mesh(self.mesh).get_group()
+
+    def rebind(self) -> None:
+        """Process groups were formed again: take the new ones, here and in the models."""
+        vars(self).pop("group", None)
+        if self.group is None:
+            return
+        for model in list(self._models):
+            for module in model.modules():
+                if isinstance(module, Grouped):
+                    module.regroup(self.group)
+            if self.shards:
+                shard.regroup(model)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Layout:
         # goes along with a copied model, of which `layout_of` then knows that it isn't laid out

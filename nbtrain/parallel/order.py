@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel.layout import Layout
 
 _END = "the end of forward"
 
@@ -24,13 +25,13 @@ class UnitOrder:
     Args:
         root: The sharded model.
         units: The sharded modules inside it, by name.
-        group: The ranks that must agree.
+        layout: Of the root; its data-parallel ranks must agree.
     """
 
-    def __init__(self, root: nn.Module, units: dict[str, nn.Module], group: dist.ProcessGroup) -> None:
+    def __init__(self, root: nn.Module, units: dict[str, nn.Module], layout: Layout) -> None:
         self._root = root
         self._names = [*units, _END]
-        self._group = group
+        self._layout = layout
         self._agreed: dict[bool, list[str]] = {}
         self._seen: list[str] | None = None
         root.register_forward_pre_hook(self._start, prepend=True)
@@ -67,7 +68,7 @@ class UnitOrder:
         index = self._names.index(name)
         device = next(self._root.parameters()).device
         span = torch.tensor([index, -index], device=device)
-        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=self._layout.group)
         last, first = int(span[0]), -int(span[1])
         if first != last:
             raise ModelError(_deviation(self._names[last], self._names[first], "one rank", "another"))

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nbtrain.errors import ModelError, PlanError
-from nbtrain.parallel import batchnorm, preflight
+from nbtrain.parallel import batchnorm, live, preflight
 from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.broadcast import broadcast_weights
 from nbtrain.parallel.layout import Layout, layout_of, remember, weak
@@ -74,11 +74,12 @@ def _wrap(model: nn.Module, layout: Layout) -> nn.Module:
     remember(model, layout)
     if layout.mesh is None or layout.group is None:
         return model
+    live.track(layout)
     if layout.shards:
         units = shard(model, layout.plan, meshes.shard_mesh(layout.mesh))
         layout.units = tuple(units)
         layout.usage = ShardUsage(model)
-        UnitOrder(model, units, layout.group)
+        UnitOrder(model, units, layout)
         return model
     replica = Replica(model, layout.group, layout.plan.bucket_mb)
     layout.usage, layout.result = replica.usage, replica

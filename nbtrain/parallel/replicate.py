@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from nbtrain.parallel.live import Grouped
 from nbtrain.parallel.usage import Usage
 
 # torch 2.13 renamed the option and warns at the old name
@@ -22,7 +23,7 @@ if _SYNC_OPTION not in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_OPTION = "broadcast_buffers"
 
 
-class Replica(nn.Module):
+class Replica(nn.Module, Grouped):
     """``model`` with DDP around its forward.
 
     It looks like the model: its attributes and methods are there, and its state dict has the model's names.
@@ -45,14 +46,22 @@ class Replica(nn.Module):
         self._completing = False
         for index, parameter in enumerate(self._trained):
             parameter.register_post_accumulate_grad_hook(self._marker(index))  # type: ignore[no-untyped-call]
-        self.rewrap()
+        self._wrap()
 
-    def rewrap(self) -> None:
-        """Makes a new reducer: after an exception in backward, or on a new group, the old one is dead."""
-        old = vars(self).get("_ddp")
+    def unwrap(self) -> None:
+        """Drops the reducer: after an exception in backward, or when its group is gone, it is dead.
+
+        The next forward makes a new one. Moves nothing.
+        """
+        old, vars(self)["_ddp"] = vars(self)["_ddp"], None
         if old is not None:
             old._remove_autograd_hooks()
-        self._reached.clear()
+
+    def regroup(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.unwrap()
+
+    def _wrap(self) -> None:
         options: dict[str, Any] = {
             "process_group": self._group,
             "bucket_cap_mb": self._bucket_mb,
@@ -66,12 +75,18 @@ class Replica(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._reached.clear()
-        return vars(self)["_ddp"](*args, **kwargs)
+        return self._reducer()(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside adds to local gradients and moves nothing."""
-        context: AbstractContextManager[None] = vars(self)["_ddp"].no_sync()
+        context: AbstractContextManager[None] = self._reducer().no_sync()
         return context
+
+    def _reducer(self) -> DistributedDataParallel:
+        if vars(self)["_ddp"] is None:
+            self._wrap()
+        reducer: DistributedDataParallel = vars(self)["_ddp"]
+        return reducer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return self.module.state_dict(*args, **kwargs)
@@ -99,7 +114,7 @@ class Replica(nn.Module):
         def mark(parameter: torch.Tensor) -> None:
             if self._completing:
                 return
-            if not self._reached and vars(self)["_ddp"].require_backward_grad_sync:
+            if not self._reached and self._reducer().require_backward_grad_sync:
                 Variable._execution_engine.queue_callback(self._complete)
             self._reached.add(index)
             self.usage.mark(index)

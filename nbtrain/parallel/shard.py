@@ -78,5 +78,15 @@ def recover(model: nn.Module) -> None:
     cast(FSDPModule, model).reset_iter_state()
 
 
+def regroup(model: nn.Module) -> None:
+    """Groups were formed again: FSDP keeps the group objects of its mesh, and may be in the middle of a step."""
+    recover(model)
+    for module in _sharded(model):
+        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+            for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
+                info.__post_init__()
+            vars(group).pop("_all_gather_process_group", None)
+
+
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
     yield from (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -16,19 +16,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.errors import GradientError
-from nbtrain.parallel import gradients, shard
+from nbtrain.errors import GradientError, NbtrainError, SessionError
+from nbtrain.parallel import gradients, live, shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.interrupt import uninterrupted
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.replicate import Replica
-from nbtrain.parallel.totals import Tally, Totals
+from nbtrain.parallel.snapshot import Snapshot
+from nbtrain.parallel.totals import Tally
 
 
 @dataclass
@@ -54,11 +56,19 @@ class Stepper:
     phase: Phase = field(default_factory=lambda: Phase(Stage.STEPPED, 0))
     grad_norm: float | None = None
     reference: float = 1.0
+    _settled: Settled | None = None
+    _snapshot: Snapshot | None = None
+
+    def __post_init__(self) -> None:
+        live.track_steps(self)
 
     def step(self, whole: Batch, accumulate: int) -> float:
         """The global mean loss. Whatever raises, the weights stay and the next step starts afresh."""
         chunks = whole.chunks(accumulate)
+        if self.phase.stage is not Stage.STEPPED:
+            self._drop()
         step = self.phase.num_steps + 1
+        self._snapshot = Snapshot(self.model, self._device)
         self.phase = Phase(Stage.COMPUTING, step)
         try:
             gradients.drop(self.parameters)
@@ -66,21 +76,50 @@ class Stepper:
                 self.reference = float(whole.num_samples or 1)
             tally = self._backward(chunks)
             self.phase = Phase(Stage.READY, step)
-            totals, factor = self._reduce(tally)
+            settled = self._settle(tally)
             with uninterrupted():
-                gradients.scale(self.parameters, factor)
-                self.optimizer.step()
-                self.phase = Phase(Stage.STEPPED, step)
-                if self.scheduler is not None:
-                    self.scheduler.step()
-        except BaseException:
-            self._recover()
+                self._finish(settled)
+        except BaseException as problem:
+            self._recover(problem)
             raise
-        return totals.mean
+        return settled.mean
+
+    def standing(self) -> tuple[Phase, Settled | None]:
+        """How far this rank is, and what the last finished step was settled by."""
+        return self.phase, self._settled
+
+    def agree(self, standings: list[tuple[Phase, Settled | None]]) -> None:
+        """Ends the step that another rank has ended; drops the one that none has. See `nbtrain.parallel.live`.
+
+        Raises:
+            SessionError: This rank lacks a step that it has no gradients of.
+        """
+        most, settled = max(standings, key=lambda standing: standing[0].num_steps)
+        if self.phase.num_steps == most.num_steps:
+            self._drop()
+        elif self.phase == Phase(Stage.READY, most.num_steps) and settled is not None:
+            with uninterrupted():
+                self._finish(settled)
+        else:
+            raise SessionError(
+                f"this rank has done {self.phase.num_steps} steps and another {most.num_steps}; make the trainer again"
+            )
+
+    def _finish(self, settled: Settled) -> None:
+        """The end of a step, the same on every rank: all hold their final gradients."""
+        if self.layout.usage is not None:
+            self.layout.usage.clear_unused(settled.marks)
+        gradients.scale(self.parameters, settled.factor)
+        self.optimizer.step()
+        self.reference, self.grad_norm = settled.reference, settled.grad_norm
+        self._settled, self._snapshot = settled, None
+        self.phase = Phase(Stage.STEPPED, self.phase.step)
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def _backward(self, chunks: Sequence[Batch]) -> Tally:
         """Leaves the gradients of the global sum over the reference; the true weight is known only afterwards."""
-        tally = Tally(self.parameters[0].device)
+        tally = Tally(self._device)
         for index, chunk in enumerate(chunks):
             with self._reduction(last=index == len(chunks) - 1):
                 loss = compute_loss(self.model, self.loss_fn, chunk)
@@ -97,25 +136,22 @@ class Stepper:
             return contextlib.nullcontext()
         return self.model.no_sync()
 
-    def _reduce(self, tally: Tally) -> tuple[Totals, float]:
-        """The totals of all ranks, and what gradients must still be multiplied by."""
+    def _settle(self, tally: Tally) -> Settled:
+        """What all ranks end this step by: the one place where they wait for each other."""
         squares = gradients.square_sum(self.parameters) if self.grad_clip is not None else 0.0
-        usage = self.layout.usage
-        marks = usage.take() if usage is not None else ()
-        totals = tally.reduce(self.layout.group, self.reference, squares, marks)
-        # one that only some ranks took over would scale gradients wrongly: ranks compare it in each reduction
-        used, self.reference = self.reference, totals.weight if totals.agreed and totals.weight else 1.0
+        marks = self.layout.usage.take() if self.layout.usage is not None else ()
+        used = self.reference
+        totals = tally.reduce(self.layout.group, used, self.phase.step, squares, marks)
+        if not totals.agreed:  # one that only some ranks took over would scale gradients wrongly
+            self.reference = 1.0
         totals.require_meaning()
-        if usage is not None:
-            usage.clear_unused(totals.marks)
-        return totals, self._clip(totals, used / totals.weight)
-
-    def _clip(self, totals: Totals, factor: float) -> float:
-        if self.grad_clip is None:
-            return factor
-        self.grad_norm = math.sqrt(totals.square_sum / self._copies) * factor
-        self._require_finite(self.grad_norm)
-        return factor * gradients.clip_factor(self.grad_norm, self.grad_clip)
+        norm = None
+        factor = used / totals.weight
+        if self.grad_clip is not None:
+            norm = math.sqrt(totals.square_sum / self._copies) * factor
+            self._require_finite(norm)
+            factor *= gradients.clip_factor(norm, self.grad_clip)
+        return Settled(totals.mean, factor, totals.weight, norm, totals.marks)
 
     @property
     def _copies(self) -> int:
@@ -133,15 +169,50 @@ class Stepper:
             "the step before: look at the batch, or lower the learning rate"
         )
 
-    def _recover(self) -> None:
-        gradients.drop(self.parameters)
+    def _recover(self, problem: BaseException) -> None:
+        """After an exception: as if the step had not begun, unless another rank may have ended it."""
+        cut_off = isinstance(problem, (KeyboardInterrupt, RuntimeError)) and not isinstance(problem, NbtrainError)
+        if self.phase.stage is Stage.READY and cut_off and self.layout.group is not None:
+            return  # the gradients are final: `agree` or the next step tells what becomes of them
         if isinstance(self.model, Replica):
-            self.model.rewrap()
+            self.model.unwrap()
         elif self.layout.shards:
             shard.recover(self.model)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Take back what the step that is under way has changed; without one, nothing."""
+        if self.phase.stage is Stage.STEPPED:
+            return
+        gradients.drop(self.parameters)
         if self.layout.usage is not None:
             self.layout.usage.take()
+        if self._snapshot is not None:
+            self._snapshot.restore()
         self.phase = Phase(Stage.STEPPED, self.phase.num_steps)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.parameters[0].device
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a step ends by, the same on every rank.
+
+    Attributes:
+        mean: The global mean loss.
+        factor: What gradients are multiplied by: the weight and the clipping.
+        reference: The global weight, which the next step most likely has too.
+        grad_norm: Before clipping; None without.
+        marks: For each parameter, how many ranks reached it.
+    """
+
+    mean: float
+    factor: float
+    reference: float
+    grad_norm: float | None
+    marks: list[float]
 
 
 def _union(names: list[str], group: dist.ProcessGroup) -> list[str]:

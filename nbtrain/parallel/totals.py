@@ -4,7 +4,8 @@ Who passes it knows that every rank holds its final gradients. It carries all th
 
 ::
 
-    [ loss | weight | chunks | ignored | ignored^2 | 1 | reference | reference^2 | squares of gradients | marks ]
+    [ loss | weight | chunks | ignored | ignored^2 | 1 | reference | reference^2 | step | step^2 | squares of gradients
+      | marks ]
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Tally:
         self,
         group: dist.ProcessGroup | None,
         reference: float = 1.0,
+        step: int = 0,
         square_sum: torch.Tensor | float = 0.0,
         marks: Sequence[float] = (),
     ) -> Totals:
@@ -43,14 +45,17 @@ class Tally:
         Args:
             group: None for one device.
             reference: What this rank divided its losses by before backward.
+            step: Which step this rank takes.
             square_sum: Of this rank's gradients.
             marks: One for each parameter that ranks may or may not use; as many on every rank.
         """
-        vector = torch.cat([self._sums, self._row(1.0, reference, reference**2, square_sum, *marks)])
+        vector = torch.cat([self._sums, self._row(1.0, reference, reference**2, step, step**2, square_sum, *marks)])
         if group is not None:
             dist.all_reduce(vector, group=group)
         loss_sum, weight, *rest = vector.tolist()
-        return Totals(loss_sum, weight, rest[6], rest[7:], uneven=_spread(*rest[0:3]), agreed=not _spread(*rest[3:6]))
+        ranks, references, squares, steps, step_squares, total_squares, *totals = rest[3:]
+        agreed = not (_spread(ranks, references, squares) or _spread(ranks, steps, step_squares))
+        return Totals(loss_sum, weight, total_squares, totals, uneven=_spread(*rest[0:3]), agreed=agreed)
 
     def _row(self, *values: Any) -> torch.Tensor:
         if not any(isinstance(value, torch.Tensor) for value in values):
@@ -68,7 +73,7 @@ class Totals:
         square_sum: Of the gradients on all ranks.
         marks: For each parameter, how many ranks reached it.
         uneven: Whether means were taken over shares with different numbers of ignored targets.
-        agreed: Whether all ranks divided by the same reference.
+        agreed: Whether all ranks took the same step and divided by the same reference.
     """
 
     loss_sum: float

@@ -1,0 +1,68 @@
+"""The connections of the process groups, so that a rank which waits in a collective can be freed.
+
+A gloo collective waits in C++, where no signal reaches it, and neither ``abort`` nor ``shutdown`` ends it. What does is
+to shut its connections down from another thread: the wait raises at once, and the process, with its models, lives on.
+Only connections that were opened while a group was formed are touched; the listening sockets are not (shutting one of
+these kills the process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+
+_FD_FOLDER = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+_wires: dict[int, tuple[int, int]] = {}  # descriptor -> (device, inode): a number may come to mean another file
+_before: dict[int, tuple[int, int]] | None = None  # what was open when the group that is being formed was begun
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """The sockets that are opened inside belong to a group."""
+    global _before
+    outer, _before = _before, _before if _before is not None else _sockets()
+    try:
+        yield
+    finally:
+        _wires.update(_opened())
+        _before = outer
+
+
+def cut() -> int:
+    """Shut down every connection of every group; returns how many. From any thread."""
+    wires = {**_wires, **_opened()}
+    _wires.clear()
+    return sum(_shut_down(number) for number, identity in wires.items() if _identity(number) == identity)
+
+
+def _opened() -> dict[int, tuple[int, int]]:
+    """Sockets that came since the group that is being formed was begun."""
+    if _before is None:
+        return {}
+    return {number: identity for number, identity in _sockets().items() if _before.get(number) != identity}
+
+
+def _sockets() -> dict[int, tuple[int, int]]:
+    found = ((int(name), _identity(int(name))) for name in os.listdir(_FD_FOLDER) if name.isdigit())
+    return {number: identity for number, identity in found if identity is not None}
+
+
+def _identity(number: int) -> tuple[int, int] | None:
+    """Which socket a descriptor is; None for another kind of file, or none."""
+    try:
+        status = os.fstat(number)
+    except OSError:
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
+
+
+def _shut_down(number: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as wire:
+        wire.getpeername()  # raises for a listening socket
+        wire.shutdown(socket.SHUT_RDWR)
+        return True
+    return False
