@@ -69,7 +69,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """``%unload_ext nbtrain``: stops the ranks and removes the magics."""
+    """``%unload_ext nbtrain``: removes the magics. The ranks go on."""
     from nbtrain.magics import unload
 
     unload(shell)

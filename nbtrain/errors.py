@@ -118,6 +118,9 @@ class CellInterrupted(KeyboardInterrupt):
 def nearest(word: str, valid: Iterable[str]) -> str:
     """A clause that names the valid word closest to ``word``, or all of them: for error messages."""
     choices = list(valid)
+    begun = [choice for choice in choices if choice.startswith(word)] if word else []
+    if len(begun) == 1:
+        return f"did you mean {begun[0]!r}?"
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -22,10 +22,12 @@ def main(path: str) -> None:
         timeout=600,
         resources={"metadata": {"path": str(Path(path).parent)}},
         store_widget_state=False,
+        coalesce_streams=True,  # a bar's states are one text
+        extra_arguments=["--IPKernelApp.log_level=40"],
         on_cell_executed=lambda cell, **_: show(cell),
     )
     client.execute()
-    print(f"\n{path} ran in {time.monotonic() - began:.0f} s; to use it: make lab")
+    print(f"\n{path} ran in {time.monotonic() - began:.0f} s; open it with: make lab")
 
 
 def show(cell: Any) -> None:

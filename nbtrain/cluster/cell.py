@@ -19,12 +19,20 @@ class Cell:
     """The state of one cell. The client's IO thread feeds it, the notebook's thread waits for it."""
 
     def __init__(
-        self, ranks: Sequence[int], output: CellOutput, publisher: Publisher, number: int, name: str = ""
+        self,
+        ranks: Sequence[int],
+        output: CellOutput,
+        publisher: Publisher,
+        number: int,
+        name: str = "",
+        label: str = "",
     ) -> None:
         self.ranks = list(ranks)
         self.output = output
         self.number = number
         self.name = name
+        self.title = repr(name) if name else label or "another cell"
+        self.interrupted = False
         self.requests: list[str] = []
         self.started = time.monotonic()
         self.ended: float | None = None
@@ -123,7 +131,8 @@ class Cell:
     def _death(self) -> RankDiedError:
         how = "; ".join(f"rank {rank} died ({text})" for rank, text in sorted(self.deaths.items()))
         others = [rank for rank in self.ranks if rank not in self.deaths]
-        kept = f" {ranks_text(others).capitalize()} kept their state." if others else ""
+        own = "its" if len(others) == 1 else "their"
+        kept = f" {ranks_text(others).capitalize()} kept {own} state." if others else ""
         return RankDiedError(f"{how} while it ran this cell.{kept} Type %distributed restart to start again")
 
 

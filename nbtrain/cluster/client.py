@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ipyparallel as ipp
@@ -17,6 +18,16 @@ from ipyparallel.client.client import unpack_message
 from ipyparallel.serialize import deserialize_object, serialize_object
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An argument of a call that is bound to a name on the rank: its buffers travel without a copy.
+
+    Functions get the rank's namespace as their globals.
+    """
+
+    value: Any
 
 
 class Listener(Protocol):
@@ -80,7 +91,12 @@ class RankClient(ipp.Client):
 
         The future raises `CallFailed` if the function raises.
         """
-        buffers = serialize_object((args, kwargs), self.session.buffer_threshold, self.session.item_threshold)
+        sizes = self.session.buffer_threshold, self.session.item_threshold
+        plain = tuple(None if isinstance(arg, Bound) else arg for arg in args)
+        buffers = serialize_object((plain, kwargs), *sizes)
+        for arg in args:
+            if isinstance(arg, Bound):
+                buffers += serialize_object(arg.value, *sizes)
         message = self.session.msg("nbtrain_call", content={"name": name})
         answer: Future[Any] = Future()
         self._calls[message["header"]["msg_id"]] = (rank, answer)

@@ -24,6 +24,7 @@ from nbtrain.cluster.ranks import compact
 
 _FRACTION = re.compile(r"(\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?)|%)")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")  # where an object lies is no difference between ranks
+_PROCESS = re.compile(r"ipykernel_\d+")  # nor which process it is: warnings name its files
 _CHANGING = re.compile(r"[\d.,:?%\s/<|▏▎▍▌▋▊▉█#=>\-]+")
 
 
@@ -212,7 +213,9 @@ class Merger:
 
 
 def _same(text: str) -> str:
-    return _ADDRESS.sub("at 0x", text) if "at 0x" in text else text
+    if "at 0x" in text:
+        text = _ADDRESS.sub("at 0x", text)
+    return _PROCESS.sub("ipykernel_", text) if "ipykernel_" in text else text
 
 
 def _overwritten(text: str) -> str:

@@ -77,7 +77,7 @@ class CellOutput:
         if isinstance(piece.token, Line):
             text = labelled(piece.label, piece.token.text)
             if not self._flood.takes(text):
-                chunk.add(piece.token.stream, text)
+                chunk.add(_shown_on(piece.token), text)
             return
         self._publish_rich(piece, piece.token, chunk)
 
@@ -107,7 +107,7 @@ class CellOutput:
 
     def bar_stream(self) -> str | None:
         """The stream that a bar stands on."""
-        return self._open_bar.stream if self._open_bar else None
+        return _shown_on(self._open_bar) if self._open_bar else None
 
     def _publish_bar(self) -> None:
         bar = self.merger.bar()
@@ -115,7 +115,7 @@ class CellOutput:
         if bar is None or now - self._bar_time < BAR_S or (self._open_bar and bar.text == self._open_bar.text):
             return
         before = len(self._open_bar.text) if self._open_bar else 0
-        self.sink.stream(bar.stream, "\r" + bar.text.ljust(before))
+        self.sink.stream(_shown_on(bar), "\r" + bar.text.ljust(before))
         self._open_bar, self._bar_time, self.last_bar = bar, now, bar.text
 
 
@@ -214,6 +214,11 @@ class Publisher:
                 if output.busy:
                     self.touch(output)
             time.sleep(PUBLISH_S)  # the pace: chunks gather meanwhile
+
+
+def _shown_on(line: Line) -> str:
+    """The stream of the page: bars are written to stderr, which a notebook shows on red, and are no errors."""
+    return "stdout" if line.bar else line.stream
 
 
 def _portable(data: dict[str, Any]) -> dict[str, Any]:

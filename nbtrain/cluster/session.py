@@ -9,14 +9,15 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
-from ipyparallel.serialize import can
 from IPython.core.getipython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbtrain.cluster import sinks
 from nbtrain.cluster.cell import Cell, Handle
+from nbtrain.cluster.client import Bound
 from nbtrain.cluster.failures import ranks_text
 from nbtrain.cluster.members import Members
 from nbtrain.cluster.options import Options
@@ -169,6 +170,9 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def __repr__(self) -> str:
+        return f"<Session: {self.headline()}>"
+
     def headline(self) -> str:
         """One line: what runs."""
         if self._members is None:
@@ -217,6 +221,8 @@ class Session:
             raise UsageError("--parallelize needs a blocking cell; leave --no-block away")
         self._ready()
         targets = self._targets(ranks)
+        if parallelize and len(targets) < self.world_size:
+            raise UsageError(f"--parallelize needs all {self.world_size} ranks; run the cell without -r")
         if plan is not None:
             self._bind_plan(plan)
         if push:
@@ -250,7 +256,14 @@ class Session:
         A function sees the rank's names as its globals. An object's class must be known on the ranks.
         """
         self._ready()
-        self._call("push", self._targets(ranks), {name: can(value) for name, value in values.items()})
+        targets = self._targets(ranks)
+        for name, value in values.items():
+            if isinstance(value, ModuleType):
+                raise UsageError(f"push: {name!r} is a module; import it in a %%distributed cell")
+            try:
+                self._call("push", targets, name, Bound(value))
+            except UsageError as problem:
+                raise UsageError(f"push: {name!r} ({type(value).__name__}) cannot be sent: {problem}") from None
 
     def pull(self, name: str, ranks: str = "all") -> list[Any]:
         """The value of ``name`` on each of ``ranks``. Tensors arrive as NumPy arrays, 0-d ones as numbers."""
@@ -303,9 +316,9 @@ class Session:
         assert members.client is not None
         self._num_cells += 1
         output = CellOutput(targets, sinks.current(), members.folder / f"output-of-cell-{self._num_cells}.txt")
-        cell = Cell(targets, output, publisher, self._num_cells, name)
+        cell = Cell(targets, output, publisher, self._num_cells, name, label)
         self._cells.append(cell)
-        about = {"number": cell.number, "label": label, "offset": offset, "keep": keep}
+        about = {"number": cell.number, "label": label, "offset": offset, "keep": keep, "ranks": targets}
         cell.requests = [members.client.execute(rank, source, cell, about) for rank in targets]
         return cell
 
@@ -334,10 +347,14 @@ class Session:
         taken = [rank for rank in targets if rank in busy]
         if taken:
             cell = busy[taken[0]]
+            advice = "wait for its handle, or type %distributed interrupt"
+            if cell.interrupted:
+                advice = (
+                    "it did not answer an interrupt; wait, or type %distributed restart, which loses what ranks hold"
+                )
             raise BusyError(
-                f"{ranks_text(taken)} still run{'s' if len(taken) == 1 else ''} "
-                f"{repr(cell.name) if cell.name else 'another cell'} (for {cell.seconds:.0f} s); "
-                "wait for its handle, or type %distributed interrupt"
+                f"{ranks_text(taken)} still run{'s' if len(taken) == 1 else ''} {cell.title} "
+                f"(for {cell.seconds:.0f} s); {advice}"
             )
 
     def _await(self, cell: Cell, timeout: float | None) -> None:
@@ -393,6 +410,7 @@ class Session:
         """Interrupt what still runs the cell, and free what waits in C++, where no interrupt arrives."""
         # Ranks may be a step apart now: where groups are formed again, trainers agree on one.
         self._groups.add("lost")
+        cell.interrupted = True
         self._interrupt(cell)
         deadline = time.monotonic() + INTERRUPT_GRACE_S
         while not cell.wait(PYTHON_GRACE_S) and time.monotonic() < deadline:
@@ -452,7 +470,7 @@ class Session:
         members, rank = self._ready(), info["rank"]
         state = f"dead ({members.dead[rank]})" if rank in members.dead else "idle"
         if cell is not None:
-            state = f"runs {cell.name or 'a cell'} for {cell.seconds:.0f} s"
+            state = f"runs {cell.title} for {cell.seconds:.0f} s"
         used = members.memory_bytes(rank)
         return {
             "rank": str(rank),

@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ipyparallel.serialize import uncan
 from IPython.core.getipython import get_ipython
 
 from nbtrain.engine import groups
 from nbtrain.engine.values import portable
 from nbtrain.errors import UsageError, nearest
+from nbtrain.parallel import cell
 from nbtrain.parallel.mesh import build_mesh
 from nbtrain.plan import Plan
+
+_SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
 
 
 def join(ns: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -34,9 +36,9 @@ def rejoin(ns: dict[str, Any], generation: str, num_groups: int) -> None:
     groups.rejoin(generation, num_groups)
 
 
-def push(ns: dict[str, Any], canned: dict[str, Any]) -> None:
-    """Bind the names in the rank's namespace; functions see that namespace as their globals."""
-    ns.update({name: uncan(value, ns) for name, value in canned.items()})
+def push(ns: dict[str, Any], name: str, value: Any) -> None:
+    """Bind ``name`` in the rank's namespace."""
+    ns[name] = value
 
 
 def pull(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def pull(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """
     missing = [name for name in names if name not in ns]
     if missing:
-        visible = [name for name in ns if not name.startswith("_")]
+        visible = [name for name in ns if not name.startswith("_") and name not in _SHELL_NAMES]
         raise UsageError(f"no {missing[0]!r} on the rank; {nearest(missing[0], visible)}")
     return {name: portable(ns[name]) for name in names}
 
@@ -67,6 +69,7 @@ def take_result(ns: dict[str, Any], number: int) -> Any:
 def bind_plan(ns: dict[str, Any], plan: dict[str, Any]) -> None:
     """Bind ``plan`` and its mesh."""
     ns["plan"] = Plan.from_dict(plan)
+    cell.tell_plan(ns["plan"])
     ns["mesh"] = build_mesh(ns["plan"], ns["device"].type)
 
 
@@ -79,12 +82,11 @@ def parallelize_names(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:
     from nbtrain.parallel.holdings import holdings
     from nbtrain.parallel.parallelize import parallelize
 
-    plan = ns.get("plan", Plan())
     for name in names:
         if not isinstance(ns.get(name), torch.nn.Module):
             modules = [key for key, value in ns.items() if isinstance(value, torch.nn.Module)]
-            given = type(ns[name]).__name__ if name in ns else "not defined"
+            given = f"a {type(ns[name]).__name__}, not a module" if name in ns else "not defined"
             raise UsageError(f"--parallelize {name}: it is {given}; {nearest(name, modules or ['a name of a module'])}")
     for name in names:
-        ns[name] = parallelize(ns[name], plan)
+        ns[name] = parallelize(ns[name])
     return {name: holdings(ns[name]) for name in names}

@@ -18,6 +18,7 @@ from traitlets import Type
 
 from nbtrain.engine import groups, recorder, tracebacks
 from nbtrain.errors import UsageError
+from nbtrain.parallel import cell
 
 KEPT_VALUES = 32  # of cells that nobody waits for, until their handles are asked
 
@@ -52,6 +53,10 @@ class RankShell(ZMQInteractiveShell):
             return name
 
         self.compile.cache = cache
+
+    def init_hooks(self) -> None:
+        super().init_hooks()
+        self.set_hook("show_in_pager", lambda _shell, text, *_, **__: print(_plain(text)), priority=0)
 
     def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:
         self._record(exc_tuple)
@@ -104,6 +109,7 @@ class RankKernel(IPythonParallelKernel):
         shell.failure = shell.displayhook.value = None
         sent = (kwargs.get("cell_meta") or {}).get("nbtrain", {})
         groups.begin(str(sent.get("number", 0)))
+        cell.tell_ranks(tuple(sent["ranks"]) if "ranks" in sent else None)
         shell.cell_label = (sent.get("label", ""), sent.get("offset", 0))
         started = time.time()
         try:
@@ -137,7 +143,10 @@ class RankKernel(IPythonParallelKernel):
         content: dict[str, Any] = {"status": "ok"}
         buffers: list[Any] = []
         try:
-            args, kwargs = deserialize_object(parent["buffers"], self.shell.user_ns)[0]
+            (args, kwargs), rest = deserialize_object(parent["buffers"], self.shell.user_ns)
+            while rest:  # values to be bound, behind the other arguments
+                value, rest = deserialize_object(rest, self.shell.user_ns)
+                args = [*(arg for arg in args if arg is not None), value]
             value = getattr(calls, parent["content"]["name"])(self.shell.user_ns, *args, **kwargs)
             buffers = serialize_object(value, self.session.buffer_threshold, self.session.item_threshold)
         except BaseException as error:  # KeyboardInterrupt too: the notebook waits for a reply
@@ -152,6 +161,11 @@ class RankKernel(IPythonParallelKernel):
         except Exception as problem:
             reply = {"status": "error", "message": f"{type(problem).__name__}: {problem}"}
         self.session.send(stream, "nbtrain_reply", reply, parent=parent, ident=ident)
+
+
+def _plain(text: Any) -> str:
+    """What ``name?`` would show in a pager: a rank has none."""
+    return str(text.get("text/plain", "")) if isinstance(text, dict) else str(text)
 
 
 def _explained(error: BaseException) -> BaseException:

@@ -85,6 +85,7 @@ def _text(error: BaseException) -> str:
         text = str(error)
     except Exception as broken:
         text = f"<its text raised {type(broken).__name__}>"
+    text = "\n".join([text, *getattr(error, "__notes__", ())])
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}… ({len(text)} characters)"
 
 

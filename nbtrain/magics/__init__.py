@@ -16,9 +16,9 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """Stop the ranks and remove what `load` registered."""
-    if sessions._current is not None:
-        sessions._current.stop()
+    """Remove what `load` registered. Ranks go on: ``%reload_ext`` unloads first, and must not lose what they hold."""
+    if sessions._current is not None and sessions._current.started:
+        print(f"{sessions._current.headline()} go on; nbtrain.session().stop() ends them")
     auto.remove(shell)
     completion.remove(shell)
     shell.magics_manager.magics["line"].pop("distributed", None)

@@ -17,6 +17,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog=prog, add_help=False, allow_abbrev=False)
+        self.register("action", None, _Once)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}; for all options type %distributed?")
@@ -29,6 +30,17 @@ class Parser(argparse.ArgumentParser):
             hint = nearest(unknown[0].split("=")[0], options) if options else "it takes no options"
             raise UsageError(f"{self.prog} has no option {unknown[0]!r}; {hint}")
         return known
+
+
+class _Once(argparse.Action):
+    """An option that is given twice is a mistake, not a choice of the last."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        given: set[str | None] = getattr(namespace, "_given", set())
+        if option_string in given:
+            raise UsageError(f"{parser.prog}: {option_string} is given twice; give it once, e.g. {option_string} 0,2")
+        namespace._given = given | {option_string}
+        setattr(namespace, self.dest, values)
 
 
 def split(line: str) -> list[str]:
@@ -79,7 +91,7 @@ def start_options(verb: str, words: list[str]) -> dict[str, Any]:
         raise NotImplementedError("--hosts comes with the SSH launcher in a later release; start ranks on this machine")
     if getattr(options, "ranks", None):
         raise NotImplementedError("restart --ranks comes in a later release; type %distributed restart for all ranks")
-    return {name: value for name, value in vars(options).items() if value is not None}
+    return {name: value for name, value in vars(options).items() if value is not None and name != "_given"}
 
 
 def rank_option(verb: str, words: list[str]) -> tuple[list[str], str]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from nbtrain.errors import BatchError, UsageError
+from nbtrain.errors import BatchError, UsageError, nearest
 from nbtrain.parallel.mesh import data_coordinate, rank, world_size
 from nbtrain.parallel.sampler import Order, share
 from nbtrain.plan import Plan
+
+_OURS = ("sampler", "batch_sampler", "generator")
 
 
 class Loader:
@@ -34,6 +37,10 @@ class Loader:
     @property
     def batch_size(self) -> int:
         return self._order.batch_size
+
+    def __repr__(self) -> str:
+        share = f"{self.batch_size} samples a batch over {self._num_parts} rank{'s' * (self._num_parts > 1)}"
+        return f"<Loader: {share}, {len(self)} batches an epoch>"
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -114,7 +121,19 @@ def loader(
     plan = plan.resolve(world_size())
     order = Order(len(dataset), batch_size, shuffle, seed, drop_last)
     _check(order, plan.dp)
+    _check_options(options)
     return Loader(dataset, order, data_coordinate(plan, rank()), plan.dp, {"num_workers": num_workers, **options})
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = [name for name in inspect.signature(DataLoader).parameters if name not in _OURS]
+    for name in options:
+        if name in _OURS:
+            raise UsageError(f"loader has no option {name!r}: it makes its own; leave it away")
+        if name not in known:
+            raise UsageError(
+                f"loader has no option {name!r}; {nearest(name, ['shuffle', 'drop_last', 'seed', *known])}"
+            )
 
 
 def _check(order: Order, dp: int) -> None:

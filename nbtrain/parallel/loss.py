@@ -59,10 +59,19 @@ def compute_loss(model: Callable[..., Any], loss_fn: LossFn | None, batch: Batch
         UsageError: The loss function returns something else than a mean or ``(sum, count)``.
     """
     if loss_fn is None:
-        return _mean(_own_loss(_run(model, batch)), batch.num_samples, _own_targets(batch))
+        return _mean(_own_loss(_run_whole(model, batch)), batch.num_samples, _own_targets(batch))
     inputs, targets, named_targets = _parts(loss_fn, batch)
     result = loss_fn(call(model, inputs), *targets, **named_targets)
     return _read(result, batch.num_samples, [*targets, *named_targets.values()])
+
+
+def _run_whole(model: Callable[..., Any], batch: Batch) -> Any:
+    """The model on the whole batch, as there is no loss function that takes targets."""
+    try:
+        return _run(model, batch)
+    except TypeError as problem:
+        problem.add_note("no loss_fn was given, so the model got the whole batch; give Trainer(..., loss_fn=...)")
+        raise
 
 
 def _run(model: Callable[..., Any], batch: Batch) -> Any:

@@ -9,6 +9,7 @@ from nbtrain.errors import ModelError, PlanError
 from nbtrain.parallel import batchnorm, live, preflight
 from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.broadcast import broadcast_weights
+from nbtrain.parallel.cell import plan_or_default, require_all_ranks
 from nbtrain.parallel.layout import Layout, layout_of, remember, weak
 from nbtrain.parallel.order import UnitOrder
 from nbtrain.parallel.precision import compute_in
@@ -18,7 +19,7 @@ from nbtrain.parallel.usage import ShardUsage
 from nbtrain.plan import Plan
 
 
-def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None) -> nn.Module:
+def parallelize(model: nn.Module, plan: Plan | None = None, *, mesh: DeviceMesh | None = None) -> nn.Module:
     """Replicates or shards ``model`` over the ranks. Collective; on one device it is the model itself.
 
     Weights and buffers are those of rank 0. With ``zero=0`` the result is a DDP replica of the model, which has the
@@ -28,7 +29,7 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None)
 
     Args:
         model: The same on every rank in names and shapes, with weights on any real device.
-        plan: Resolved against the number of ranks here.
+        plan: Resolved against the number of ranks here; None takes that of ``--plan``, else ``Plan()``.
         mesh: With the axes of `build_mesh`; None builds it.
 
     Raises:
@@ -36,8 +37,12 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None)
         ModelError: The model cannot be laid out; all findings with their cures.
         NotImplementedError: The plan needs a later release.
     """
+    plan = plan_or_default(plan)
+    if isinstance(model, type):
+        raise ModelError(f"{model.__name__} is a class; give a model, {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise ModelError(f"{type(model).__name__} is not an nn.Module; give the model itself")
+    require_all_ranks("parallelize")
     if not isinstance(plan, Plan):
         raise PlanError(f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})")
     plan.require_supported()

@@ -10,9 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from nbtrain.errors import UsageError
+from nbtrain.errors import UsageError, nearest
 from nbtrain.parallel import shard
 from nbtrain.parallel.batch import Batch
+from nbtrain.parallel.cell import require_all_ranks
 from nbtrain.parallel.evaluation import evaluate
 from nbtrain.parallel.holdings import holdings, holdings_text
 from nbtrain.parallel.layout import Layout, layout_of
@@ -20,11 +21,18 @@ from nbtrain.parallel.loader import Loader, loader
 from nbtrain.parallel.loss import LossFn
 from nbtrain.parallel.optimizer import MakeOptimizer, make_optimizer, trained
 from nbtrain.parallel.parallelize import parallelize
-from nbtrain.parallel.phase import Phase
+from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.state import full_state_dict, load_full_state_dict
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.plan import Plan
 from nbtrain.telemetry.memory import model_bytes
+
+EXAMPLE = (
+    "type nt.Trainer(model, nt.Plan(zero=3), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), "
+    "loss_fn=torch.nn.functional.cross_entropy)"
+)
+# What other trainers call it.
+_OTHERWISE = {"gradient_accumulation_steps": "accumulate", "max_grad_norm": "grad_clip", "criterion": "loss_fn"}
 
 
 class Trainer:
@@ -32,7 +40,7 @@ class Trainer:
 
     Args:
         model: The same on every rank in names and shapes; laid out here, unless `parallelize` did it before.
-        plan: How it lies on the ranks.
+        plan: How it lies on the ranks; None takes that of ``%%distributed --plan``, else ``Plan()``.
         optimizer: Called with the trained parameters after sharding. One that was built before is re-pointed.
         loss_fn: ``loss_fn(output, *targets)`` returns a mean over samples, or ``(sum, count)``: then the global
             loss is the sum over all ranks and chunks divided by their count, however unevenly that falls. None:
@@ -56,15 +64,20 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
+        plan: Plan | None = None,
         *,
-        optimizer: MakeOptimizer | Optimizer,
+        optimizer: MakeOptimizer | Optimizer | None = None,
         loss_fn: LossFn | None = None,
         scheduler: Callable[[Optimizer], Any] | Any | None = None,
         grad_clip: float | None = None,
         accumulate: int = 1,
+        **unknown: Any,
     ) -> None:
+        _refuse_unknown(unknown)
+        if optimizer is None:
+            raise UsageError(f"Trainer needs an optimizer; {EXAMPLE}")
         _check_arguments(loss_fn, grad_clip, accumulate)
+        require_all_ranks("Trainer")
         self.model = parallelize(model, plan)
         layout = _layout(self.model)
         self.plan = layout.plan
@@ -100,6 +113,7 @@ class Trainer:
             BatchError: The batch cannot be cut into chunks, or nothing in it counts on any rank.
             GradientError: With ``grad_clip``: the norm is not finite.
         """
+        require_all_ranks("Trainer.step")
         share = Batch.of(batch, named).to(self._device)
         return self._scalar(self._stepper.step(share, self._accumulate))
 
@@ -115,6 +129,7 @@ class Trainer:
         Raises:
             BatchError: Ranks have different numbers of batches, or nothing in them counts.
         """
+        require_all_ranks("Trainer.evaluate")
         stepper = self._stepper
         return self._scalar(evaluate(self.model, stepper.loss_fn, batches, stepper.layout, self._device))
 
@@ -123,6 +138,7 @@ class Trainer:
 
         Collective.
         """
+        require_all_ranks("Trainer.state_dict")
         return full_state_dict(self.model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,12 +157,22 @@ class Trainer:
 
     def memory(self) -> dict[str, int]:
         """Measured bytes on this rank: ``{"parameters", "gradients", "optimizer", "buffers"}``."""
+        self._let_go()
         return model_bytes(self.model, self.optimizer)
 
     def describe(self) -> str:
         """The plan in words, and a table of what this rank holds, as measured."""
+        self._let_go()
         held = holdings(self)
         return f"{self.plan.describe(num_parameters=held['num_parameters'])}\n{holdings_text(held)}"
+
+    def __repr__(self) -> str:
+        return f"<Trainer of {type(self.model).__name__}: {self.plan}, {self.num_steps} steps done>"
+
+    def _let_go(self) -> None:
+        """What a forward outside a step has gathered is not what a rank holds."""
+        if self._stepper.layout.shards and self.phase.stage is Stage.STEPPED:
+            shard.reshard(self.model)
 
     @property
     def phase(self) -> Phase:
@@ -177,10 +203,18 @@ def _layout(model: nn.Module) -> Layout:
     return layout
 
 
+def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
+    known = ("optimizer", "loss_fn", "scheduler", "grad_clip", "accumulate")
+    for name in arguments:
+        other = _OTHERWISE.get(name)
+        hint = f"type {other}=" if other else nearest(name, known)
+        raise UsageError(f"Trainer has no argument {name!r}; {hint}")
+
+
 def _check_arguments(loss_fn: LossFn | None, grad_clip: float | None, accumulate: int) -> None:
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn={loss_fn!r} is no function; give e.g. torch.nn.functional.cross_entropy")
-    if grad_clip is not None and not grad_clip > 0:
+    if grad_clip is not None and not (isinstance(grad_clip, (int, float)) and grad_clip > 0):
         raise UsageError(f"grad_clip={grad_clip!r} must be a positive norm or None, e.g. grad_clip=1.0")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r} must be an integer of at least 1, e.g. accumulate=4")
@@ -190,7 +224,12 @@ def _make_scheduler(scheduler: Callable[[Optimizer], Any] | Any | None, optimize
     made = scheduler(optimizer) if callable(scheduler) else scheduler
     if made is None:
         return None
-    if not hasattr(made, "step") or getattr(made, "optimizer", optimizer) is not optimizer:
+    if not hasattr(made, "step"):
+        raise UsageError(
+            f"scheduler={scheduler!r} is no scheduler; type scheduler=lambda optimizer: "
+            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ...)"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
         raise UsageError(
             "the scheduler belongs to another optimizer; type scheduler=lambda optimizer: "
             "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ...)"

@@ -140,10 +140,11 @@ class Plan:
         return describe(self if world_size is None else self.resolve(world_size), num_parameters)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in self._changes().items())
+        return ",".join(f"{name}={value}" for name, value in {"zero": self.zero, **self._changes()}.items())
 
     def __repr__(self) -> str:
-        return f"Plan({', '.join(f'{name}={value!r}' for name, value in self._changes().items())})"
+        shown = {"zero": self.zero, **self._changes()}  # the default is no secret
+        return f"Plan({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.to_dict() == other.to_dict()

@@ -64,7 +64,7 @@ class Progress(Generic[T]):
         self._values.update(values)
 
     def _draw(self, end: str = "") -> None:
-        file = self._file or _default_file()
+        file = self._file or sys.stderr
         line = self._line()
         # blanks cover what is left of a longer line
         file.write(f"\r{line}{' ' * (self._width - len(line))}{end}")
@@ -118,14 +118,9 @@ def progress(
         total: Items; None takes ``len(iterable)`` where there is one.
         label: Stands in front.
         samples: Global samples an item; None takes ``iterable.batch_size`` where there is one.
-        file: Where it is drawn; None takes stdout in a notebook, which shows stderr on red, and else stderr.
+        file: Where it is drawn; None takes stderr.
     """
     return Progress(iterable, total=total, label=label, samples=samples, file=file)
-
-
-def _default_file() -> TextIO:
-    in_notebook = hasattr(sys.stdout, "pub_thread")  # ipykernel's stream
-    return sys.stdout if in_notebook else sys.stderr
 
 
 def _length(iterable: Iterable[Any]) -> int | None:

@@ -90,8 +90,8 @@ def test_describe_never_fails(plan: Plan, num_parameters: int) -> None:
     assert repr(plan) in plan.describe(num_parameters=num_parameters)
 
 
-def test_only_what_differs_from_the_defaults_is_shown() -> None:
-    assert repr(Plan()) == "Plan()"
+def test_zero_and_what_differs_from_the_defaults_is_shown() -> None:
+    assert repr(Plan()) == "Plan(zero=3)"
     assert repr(Plan(zero=0, offload=["optimizer", "params"])) == "Plan(zero=0, offload='params+optimizer')"
 
 

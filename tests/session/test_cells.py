@@ -192,3 +192,13 @@ def test_help_is_complete(nb: Notebook) -> None:
     found = nb.client.inspect("%distributed", 5, reply=True, timeout=20)["content"]
     text = found["data"]["text/plain"]
     assert [word for word in ("--parallelize", "auto on|off", "restart", "torchrun") if word not in text] == []
+
+
+def test_arrays_travel_to_the_ranks(nb: Notebook) -> None:
+    nb("import numpy as np\na = np.arange(12.0).reshape(3, 4)\nb = np.array(['x'])")
+    nb("c = [a.T, {'k': a}]\nd = np.ones(10**6)")
+    output = nb("%distributed push a, b, c, d")
+    assert output.status == "ok", output.error
+    nb("%%distributed -o sums\na.sum(), str(b[0]), c[0].shape, float(c[1]['k'][0, 1]), d.sum()")
+    assert nb.value("[(float(s), t, u, v, float(w)) for s, t, u, v, w in sums]") == [(66.0, "x", (4, 3), 1.0, 1e6)] * 4
+    assert "is a module; import it" in nb("%distributed push np").error

@@ -89,6 +89,9 @@ def test_run_all_stops_at_an_error(nb: Notebook) -> None:
         ("%%distributed -n 2\n1", ["restart -n 2"]),
         ("%%distributed -r 'a\n1", ["quot"]),
         ("%distributed strt", ["did you mean 'start'"]),
+        ("%distributed stat", ["status"]),
+        ("%%distributed -r 0 -r 1\n1", ["given twice"]),
+        ("%%distributed -r 0,1 --parallelize model\n1", ["all 4 ranks", "without -r"]),
         ("%distributed start -n 0", ["'0'", "whole number"]),
         ("%distributed start -n 3", ["restart -n 3"]),
         ("%distributed start --bakend gloo", ["did you mean '--backend'"]),
@@ -116,3 +119,47 @@ def test_a_mesh_is_checked_on_the_ranks_too(nb: Notebook) -> None:
     text = plain(nb("%%distributed\nnt.Plan(dp_shard=3).resolve(world_size)").error)
     assert "PlanError on ranks 0-3" in text
     assert "dp_shard=4" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("nt.Trainer(torch.nn.Linear(2, 2))", ["optimizer", "nt.Plan(zero=3)"]),
+        ("nt.Trainer(torch.nn.Linear, optimizer=torch.optim.SGD)", ["a class", "Linear(...)"]),
+        ("nt.Trainer(torch.nn.Linear(2, 2), optimiser=1)", ["'optimiser'", "did you mean 'optimizer'"]),
+        ("nt.Trainer(torch.nn.Linear(2, 2), gradient_accumulation_steps=2)", ["accumulate="]),
+        ("nt.loader(range(8), nt.Plan(), batch_size=4, suffle=True)", ["'suffle'", "did you mean 'shuffle'"]),
+        ("net = torch.nn.Linear(2, 2)\nnt.Trainer(net, optimizer=torch.optim.SGD, scheduler='cos')", ["no scheduler"]),
+    ],
+)
+def test_slips_with_the_trainer_say_what_to_type(nb: Notebook, code: str, words: list[str]) -> None:
+    text = plain(nb(f"%%distributed\n{code}").error)
+    assert [word for word in words if word not in text] == [], text
+
+
+@pytest.mark.parametrize(
+    "code", ["nt.Trainer(net, optimizer=torch.optim.SGD)", "trainer.step(x)", "trainer.state_dict()"]
+)
+def test_what_needs_all_ranks_is_refused_on_some(nb: Notebook, code: str) -> None:
+    nb(
+        "%%distributed\nnet = torch.nn.Linear(2, 2)\nx = torch.ones(2, 2)\n"
+        "trainer = nt.Trainer(torch.nn.Linear(2, 2), optimizer=torch.optim.SGD, loss_fn=lambda y: y.mean())"
+    )
+    text = plain(nb(f"%%distributed -r 0,1\n{code}").error)
+    assert "needs all 4 ranks" in text
+    assert "without -r" in text
+
+
+def test_a_plan_of_the_cell_is_the_default(nb: Notebook) -> None:
+    output = nb(
+        "%%distributed --plan zero=0 -o plans\n"
+        "t = nt.Trainer(torch.nn.Linear(2, 2), optimizer=torch.optim.SGD)\n(plan.zero, t.plan.zero)"
+    )
+    assert output.status == "ok", output.error
+    assert nb.value("plans") == [(0, 0)] * 4
+
+
+def test_reloading_the_extension_loses_nothing(nb: Notebook) -> None:
+    nb("%%distributed\nkept = 7")
+    assert nb("%reload_ext nbtrain").status == "ok"
+    assert nb("%%distributed\nkept").plain == ["7"]

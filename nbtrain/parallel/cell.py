@@ -1,0 +1,44 @@
+"""What the session tells a rank about the cell that runs: which ranks run it, and which plan it was given.
+
+Outside a session nothing is told: then all ranks are there, and there is no plan.
+"""
+
+from __future__ import annotations
+
+from nbtrain.errors import UsageError
+from nbtrain.parallel.mesh import world_size
+from nbtrain.plan import Plan
+
+
+class _Told:
+    ranks: tuple[int, ...] | None = None
+    plan: Plan | None = None
+
+
+def tell_ranks(ranks: tuple[int, ...] | None) -> None:
+    """The ranks that run the cell; None where that is not known."""
+    _Told.ranks = ranks
+
+
+def tell_plan(plan: Plan) -> None:
+    """The plan of ``%%distributed --plan``, until the next one."""
+    _Told.plan = plan
+
+
+def plan_or_default(plan: Plan | None) -> Plan:
+    """``plan``, else that of the session, else ``Plan()``."""
+    return plan if plan is not None else _Told.plan or Plan()
+
+
+def require_all_ranks(what: str) -> None:
+    """Refuses what waits for all ranks in a cell that some do not run: it would wait for ever.
+
+    Raises:
+        UsageError: The cell was aimed at some ranks.
+    """
+    if _Told.ranks is not None and len(_Told.ranks) < world_size():
+        there = ", ".join(map(str, _Told.ranks))
+        raise UsageError(
+            f"{what} needs all {world_size()} ranks, and this cell runs on rank{'s' * (len(_Told.ranks) > 1)} {there} "
+            "only; run it without -r"
+        )
