@@ -1,18 +1,20 @@
 """The faults of shared/cases that belong to training, each as right numbers or as an error that names the cure."""
 
+import copy
 from typing import Any
 
 import models
 import parity
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from parity import FP32, Run, check, rank, whole, world_size
 from ranks import run_ranks
 from torch import nn
 
 import nbtrain as nt
-from nbtrain.errors import BatchError, GradientError, ModelError, OptimizerError
+from nbtrain.errors import BatchError, GradientError, ModelError, OptimizerError, UsageError
 
 SHARDED = ["zero=2", "zero=3"]
 PLANS = ["zero=0", *SHARDED]
@@ -356,9 +358,9 @@ def test_12_a_mean_over_unevenly_ignored_targets_is_refused(spec: str) -> None:
         before = trainer.state_dict()
         uneven = ids.clone()
         uneven[:, rank() :] = -100
-        with pytest.raises(BatchError, match=r"-100 fall unevenly.*loss_fn return \(sum, count\)"):
+        with pytest.raises(BatchError, match=r"targets fall unevenly.*loss_fn return \(sum, count\)"):
             trainer.step(ids, uneven)
-        with pytest.raises(BatchError, match="-100 fall unevenly"):
+        with pytest.raises(BatchError, match="targets fall unevenly"):
             own.step(input_ids=ids, labels=uneven)
         torch.testing.assert_close(trainer.state_dict(), before, rtol=0, atol=0)
         even = ids.clone()
@@ -367,3 +369,51 @@ def test_12_a_mean_over_unevenly_ignored_targets_is_refused(spec: str) -> None:
         own.step(input_ids=ids, labels=even)
 
     run_ranks(on_rank, 2)
+
+
+def _mean_losses_that_do_not_divide_by_samples() -> None:
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    net = torch.nn.Linear(8, 10)
+    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(rank))
+    targets = torch.randint(0, 10, (32,), generator=torch.Generator().manual_seed(rank))
+    ignoring = targets.clone()
+    if rank == 0:
+        ignoring[:20] = -1
+    weights = torch.tensor([1.0] * 5 + [50.0] * 5)
+    losses = {
+        "ignore_index": (lambda o, y: F.cross_entropy(o, y, ignore_index=-1), ignoring),
+        "a module": (torch.nn.CrossEntropyLoss(ignore_index=-1), ignoring),
+        "class weights": (torch.nn.CrossEntropyLoss(weight=weights), targets),
+    }
+    for name, (loss_fn, target) in losses.items():
+        trainer = nt.Trainer(copy.deepcopy(net), nt.Plan(zero=0), optimizer=torch.optim.SGD, loss_fn=loss_fn)
+        with pytest.raises(BatchError, match=r"\(sum, count\)"):
+            trainer.step(inputs, target)
+        assert name
+    summed = nt.Trainer(
+        net, nt.Plan(zero=0), optimizer=torch.optim.SGD, loss_fn=torch.nn.CrossEntropyLoss(reduction="sum")
+    )
+    with pytest.raises(UsageError, match=r"return \(sum, count\)"):
+        summed.step(inputs, targets)
+
+
+def test_a_mean_that_does_not_divide_by_samples_is_refused_where_it_falls_unevenly() -> None:
+    run_ranks(_mean_losses_that_do_not_divide_by_samples, 2)
+
+
+def _a_model_that_is_changed_after_its_trainer() -> None:
+    for change in (lambda m: m.append(torch.nn.Linear(8, 8)), lambda m: m[0].requires_grad_(False)):
+        for zero in (0, 3):
+            net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+            plan = nt.Plan(zero=zero)
+            trainer = nt.Trainer(net, plan, optimizer=torch.optim.SGD, loss_fn=F.mse_loss)
+            batch = torch.ones(4, 8), torch.ones(4, 8)
+            trainer.step(*batch)
+            change(net)
+            with pytest.raises(ModelError, match="after the trainer was made"):
+                trainer.step(*batch)
+
+
+def test_a_model_that_is_changed_after_its_trainer_is_refused() -> None:
+    run_ranks(_a_model_that_is_changed_after_its_trainer, 2)

@@ -146,6 +146,7 @@ class Handle:
         self._cell = cell
         self._interrupt = interrupt
         self._values = values
+        self._result: list[Any] | None = None
 
     @property
     def done(self) -> bool:
@@ -175,7 +176,9 @@ class Handle:
         """
         if not self.wait(timeout):
             raise TimeoutError(f"{self!r} still runs; type .interrupt() to end it")
-        return self._values()
+        if self._result is None:
+            self._result = self._values()
+        return self._result
 
     def interrupt(self) -> None:
         """Interrupt the ranks that still run the cell."""

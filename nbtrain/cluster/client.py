@@ -7,7 +7,7 @@ the cell's reply; and no message is kept.
 
 from __future__ import annotations
 
-import logging
+import pickle
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,9 +15,7 @@ from typing import Any, Protocol
 
 import ipyparallel as ipp
 from ipyparallel.client.client import unpack_message
-from ipyparallel.serialize import deserialize_object, serialize_object
-
-log = logging.getLogger(__name__)
+from ipyparallel.serialize import serialize_object
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,9 @@ class RankClient(ipp.Client):
             answer.set_exception(CallFailed(rank, content["failure"]))
             return
         try:
-            answer.set_result(deserialize_object(message["buffers"])[0])
+            data, *large = message["buffers"]
+            # bytearrays: what arrives can be written to
+            answer.set_result(pickle.loads(data, buffers=[bytearray(buffer) for buffer in large]))
         except Exception as problem:  # a class's own unpickling may raise anything
             answer.set_exception(problem)
 

@@ -51,7 +51,7 @@ def summary(groups: Iterable[Group]) -> str:
     """One line: the first failure."""
     first = next(iter(groups))
     last = first.first["chain"][-1]
-    return f"{last['ename']} on {ranks_text(first.ranks)}: {last['evalue']}"
+    return f"{last['ename']} on {ranks_text(first.ranks)}" + (f": {last['evalue']}" if last["evalue"] else "")
 
 
 def render(groups: list[Group]) -> list[str]:
@@ -112,7 +112,7 @@ def _render_group(one: Group) -> list[str]:
     last = chain[-1]
     messages = _messages(one)
     head = f"{_BOLD}{last['ename']}{_OFF} on {_BOLD}{ranks_text(one.ranks)}{_OFF}"
-    lines += _render_link(last, f"{head}: {next(iter(messages))}" if len(messages) == 1 else head)
+    lines += _render_link(last, f"{head}: {next(iter(messages))}".removesuffix(": ") if len(messages) == 1 else head)
     if len(messages) > 1:
         lines += [f"  {compact(ranks)}| {text}" for text, ranks in messages.items()]
     return lines
@@ -147,7 +147,9 @@ def _render_link(link: dict[str, Any], head: str) -> list[str]:
 
 
 def _render_frame(frame: dict[str, Any]) -> list[str]:
-    lines = [f"  {_where(frame)}" + (f" in {frame['function']}" if frame["function"] not in ("<module>", "") else "")]
+    function = f" in {frame['function']}" if frame["function"] not in ("<module>", "") else ""
+    times = f", {frame['times']} times" if frame.get("times", 1) > 1 else ""
+    lines = [f"  {_where(frame)}{function}{times}"]
     width = len(str(frame["number"] + 1 + frame.get("offset", 0)))
     for number, text in frame["around"]:
         shown = number + frame.get("offset", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -130,6 +131,7 @@ class Members:
             threads=self._request.threads,
             seed=SEED,
             generation="start",
+            path=sys.path,
         )
 
     def _wait_for_ranks(self, client: RankClient) -> None:

@@ -17,7 +17,9 @@ from nbtrain.cluster.merge import Line, Merger, Piece, Rich
 from nbtrain.cluster.sinks import Sink
 
 FLOOD_LINES = 5_000  # a cell's lines that the page gets; the rest goes to a file
+FLOOD_CHARS = 5_000_000  # and characters
 TAIL_LINES = 10  # of the spilled lines, these are shown when the cell ends
+TAIL_CHARS = 200  # of each
 PUBLISH_S = 0.05  # between two chunks
 BAR_S = 0.2  # between two states of a progress bar
 
@@ -34,6 +36,7 @@ class CellOutput:
         self._open_bar: Line | None = None
         self._bar_time = 0.0
         self._leader = min(ranks)
+        self._shown_as: dict[tuple[int, str], str] = {}  # a rank's display, by its id there: its id on the page
 
     def feed(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         """A message from a rank: a stream chunk, a display, or a request to clear."""
@@ -41,14 +44,11 @@ class CellOutput:
         with self._lock:
             if kind == "stream":
                 self.merger.text(rank, content["name"], content["text"], now)
-            elif kind in ("display_data", "execute_result"):
+            elif kind == "clear_output":
+                self.merger.rich(rank, Rich(kind, {"wait": content.get("wait", False)}), now)
+            elif "data" in content:
                 display_id = content.get("transient", {}).get("display_id")
                 self.merger.rich(rank, Rich(kind, _portable(content["data"]), content["metadata"], display_id), now)
-            elif kind == "update_display_data":
-                self._update(rank, content)
-            elif kind == "clear_output" and rank == self._leader:  # one clear, not one a rank
-                self.publish()
-                self.sink.clear(wait=content.get("wait", False))
 
     def finish(self, rank: int) -> None:
         """The rank's cell is over."""
@@ -82,20 +82,27 @@ class CellOutput:
         self._publish_rich(piece, piece.token, chunk)
 
     def _publish_rich(self, piece: Piece, rich: Rich, chunk: _Chunk) -> None:
-        if piece.label and set(rich.data) == {"text/plain"}:
+        if rich.kind == "clear_output":
+            chunk.flush()
+            if self._leader in piece.ranks:  # one clear, not one a rank
+                self.sink.clear(wait=rich.data["wait"])
+            return
+        if rich.kind == "update_display_data":
+            chunk.flush()
+            shown = {self._shown_as.get((rank, rich.display_id or ""), "") for rank in piece.ranks}
+            for there in sorted(shown - {""}):
+                self.sink.display(rich.data, rich.metadata, there, update=True)
+            return
+        if piece.label and not rich.display_id and set(rich.data) == {"text/plain"}:
             chunk.add("stdout", labelled(piece.label, rich.data["text/plain"] + "\n"))
             return
         if piece.label:
             chunk.add("stdout", f"{ranks_text(piece.ranks)}:\n")
         chunk.flush()
         display_id = f"{piece.ranks[0]}-{rich.display_id}" if rich.display_id else None
+        if display_id:
+            self._shown_as.update({(rank, rich.display_id or ""): display_id for rank in piece.ranks})
         self.sink.display(rich.data, rich.metadata, display_id, update=False)
-
-    def _update(self, rank: int, content: dict[str, Any]) -> None:
-        """Update a display that a rank made. Where all ranks share one display, its first rank updates it."""
-        self.publish()
-        display_id = f"{rank}-{content['transient']['display_id']}"
-        self.sink.display(content["data"], content["metadata"], display_id, update=True)
 
     def erase_bar(self) -> str:
         """What to print before other text while a bar stands: it is drawn again below."""
@@ -151,15 +158,18 @@ class _Flood:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.shown = 0
+        self.shown_chars = 0
         self.spilled = 0
         self.tail: list[str] = []
         self._file: TextIO | None = None
 
     def takes(self, text: str) -> bool:
         """Whether ``text`` went to the file instead of the page."""
-        if self.shown < FLOOD_LINES:
+        if self.shown < FLOOD_LINES and self.shown_chars + len(text) <= FLOOD_CHARS:
             self.shown += 1
+            self.shown_chars += len(text)
             return False
+        self.shown = FLOOD_LINES  # what follows stays in order behind it
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(text)
@@ -176,7 +186,7 @@ class _Flood:
         sink.stream(
             "stderr",
             f"… {self.spilled:,} more lines are in {self.path} (until the session stops); the last ones:\n"
-            + "".join(self.tail),
+            + "".join(line if len(line) <= TAIL_CHARS else f"{line[:TAIL_CHARS]}…\n" for line in self.tail),
         )
 
 

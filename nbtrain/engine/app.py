@@ -10,12 +10,12 @@ import contextvars
 import functools
 import importlib.util
 import os
-import sys
 import threading
 from typing import Any
 
 import ipyparallel.engine.app as upstream
-from ipykernel.iostream import IOPubThread
+from ipykernel.iostream import IOPubThread, OutStream
+from traitlets import Type
 
 from nbtrain.engine.kernel import RankKernel
 
@@ -44,11 +44,22 @@ SHELL_ARGS = (
 )
 
 
-FLUSH_S = 0.05  # well below the time for which the notebook holds a line to see whether other ranks print it too
+class RankStream(OutStream):
+    """A rank's standard output or error."""
+
+    # seconds; well below the time for which the notebook holds a line to see whether other ranks print it too
+    flush_interval = 0.05
+
+    def write(self, string: str) -> int | None:
+        if isinstance(string, str) and not string.isascii():
+            string = string.encode("utf-8", "backslashreplace").decode()  # lone surrogates cannot be sent
+        return super().write(string)
 
 
 class RankEngine(upstream.IPEngine):
     """An engine whose id is its rank."""
+
+    out_stream_factory = Type(RankStream)
 
     def initialize(self, argv: list[str] | None = None) -> None:
         super().initialize(argv)
@@ -60,8 +71,6 @@ class RankEngine(upstream.IPEngine):
         await super().complete_registration(msg, connect, maybe_tunnel)
         # Libraries (tqdm.auto among them) take this entry for a page that can show widgets.
         self.kernel.shell.config.pop("IPKernelApp", None)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush_interval = FLUSH_S  # type: ignore[union-attr]
         _threads_inherit_their_cell()
         _bars_are_text()
 

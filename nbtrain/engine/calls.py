@@ -70,7 +70,7 @@ def bind_plan(ns: dict[str, Any], plan: dict[str, Any]) -> None:
     """Bind ``plan`` and its mesh."""
     ns["plan"] = Plan.from_dict(plan)
     cell.tell_plan(ns["plan"])
-    ns["mesh"] = build_mesh(ns["plan"], ns["device"].type)
+    ns["mesh"] = build_mesh(ns["plan"], groups.device_type())
 
 
 def parallelize_names(ns: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import datetime
 import functools
 import os
 import socket
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -36,6 +37,7 @@ class _Membership:
     """This rank's part in the session. One a process, as torch's default group is."""
 
     backend = ""
+    device = torch.device("cpu")
     generation = ""
     num_formed = 0  # default groups that were formed in this generation
     default: Any = None  # the default group that the session formed
@@ -47,13 +49,18 @@ class _Membership:
 _member = _Membership()
 
 
-def join(user_ns: dict[str, Any], *, backend: str, threads: int, seed: int, generation: str) -> dict[str, Any]:
+def join(
+    user_ns: dict[str, Any], *, backend: str, threads: int, seed: int, generation: str, path: list[str]
+) -> dict[str, Any]:
     """Form the groups of ``generation`` and put the promised names into the rank's namespace.
+
+    ``path`` is the notebook's ``sys.path``: what can be imported there can be imported here.
 
     Returns `RankInfo` as a dict.
     """
+    sys.path.extend(entry for entry in path if entry not in sys.path)
     device = _take_device(threads)
-    _member.backend = _backends(backend, device)
+    _member.device, _member.backend = device, _backends(backend, device)
     begin(generation)
     _form_default()
     torch.manual_seed(seed + dist.get_rank())  # a fork copies the random state: without this all ranks draw alike
@@ -91,6 +98,11 @@ def leave() -> None:
     wires.cut()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def device_type() -> str:
+    """The kind of device that this rank computes on, whatever a cell has bound to ``device``."""
+    return _member.device.type
 
 
 def free() -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.zmqshell import ZMQInteractiveShell
 from ipyparallel.engine.kernel import IPythonParallelKernel
-from ipyparallel.serialize import deserialize_object, serialize_object
+from ipyparallel.serialize import deserialize_object
 from IPython.core.error import UsageError as MagicUsageError
 from traitlets import Any as AnyTrait
 from traitlets import Type
@@ -54,6 +57,10 @@ class RankShell(ZMQInteractiveShell):
 
         self.compile.cache = cache
 
+    def ask_exit(self) -> None:
+        """``exit`` and ``quit`` in a cell: the rank would die, and what it holds with it."""
+        raise UsageError("a rank does not end from a cell; to end all of them type %distributed stop")
+
     def init_hooks(self) -> None:
         super().init_hooks()
         self.set_hook("show_in_pager", lambda _shell, text, *_, **__: print(_plain(text)), priority=0)
@@ -69,13 +76,13 @@ class RankShell(ZMQInteractiveShell):
 
     def _record(self, exc_tuple: Any) -> None:
         kind, value, trace = exc_tuple or sys.exc_info()
-        if kind is None or value is None:
-            return
+        if kind is None or value is None or self.failure is not None:
+            return  # IPython may fail over the text of the first error; the first is the cell's
         sys.stdout.flush()  # what was printed before the error is shown before it
         sys.stderr.flush()
         sys.last_type, sys.last_value, sys.last_traceback = kind, value, trace  # %debug reads these
-        self._last_traceback = [f"{kind.__name__}: {value}"]
         self.failure = tracebacks.describe(value, consequence=groups.was_freed())
+        self._last_traceback = [kind.__name__]
 
 
 class _NoShellThread:
@@ -104,6 +111,10 @@ class RankKernel(IPythonParallelKernel):
         self.control_handlers["nbtrain_request"] = self.nbtrain_request
         self.shell_handlers["nbtrain_call"] = self.nbtrain_call
 
+    def pre_handler_hook(self) -> None:
+        """Interrupts count while a cell runs only: elsewhere one would take the reply, and the cell would never end."""
+        self.saved_sigint_handler = signal.signal(signal.SIGINT, _ignore)
+
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         shell = self.shell
         shell.failure = shell.displayhook.value = None
@@ -113,10 +124,14 @@ class RankKernel(IPythonParallelKernel):
         shell.cell_label = (sent.get("label", ""), sent.get("offset", 0))
         started = time.time()
         try:
-            reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
-        except Exception as error:  # the kernel's own: without a reply the notebook would wait for ever
-            shell.failure = tracebacks.describe(error)
-            reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
+            with _interruptible():
+                reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
+        except BaseException as error:  # an interrupt in between, or the kernel's own: a reply there must be
+            shell.failure = shell.failure or tracebacks.describe(error)
+            reply = {"status": "error"}
+        if reply["status"] == "error":  # `failure` says it all; an exception's own text may not even be text
+            last = shell.failure["chain"][-1] if shell.failure else {"ename": "Error", "evalue": ""}
+            reply.update(ename=last["ename"], evalue=last["evalue"], traceback=[])
         self._keep(sent)
         reply["nbtrain"] = {
             "seconds": time.time() - started,
@@ -138,20 +153,24 @@ class RankKernel(IPythonParallelKernel):
 
     def nbtrain_call(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Call a function of `nbtrain.engine.calls` on the main thread, with the rank's namespace."""
-        from nbtrain.engine import calls  # it needs torch, which the fork server has
-
         content: dict[str, Any] = {"status": "ok"}
         buffers: list[Any] = []
         try:
-            (args, kwargs), rest = deserialize_object(parent["buffers"], self.shell.user_ns)
-            while rest:  # values to be bound, behind the other arguments
-                value, rest = deserialize_object(rest, self.shell.user_ns)
-                args = [*(arg for arg in args if arg is not None), value]
-            value = getattr(calls, parent["content"]["name"])(self.shell.user_ns, *args, **kwargs)
-            buffers = serialize_object(value, self.session.buffer_threshold, self.session.item_threshold)
+            with _interruptible():
+                value = self._called(parent)
+            buffers = packed(value)
         except BaseException as error:  # KeyboardInterrupt too: the notebook waits for a reply
             content = {"status": "error", "failure": tracebacks.describe(_explained(error))}
         self.session.send(stream, "nbtrain_reply", content, parent=parent, ident=ident, buffers=buffers)
+
+    def _called(self, parent: dict[str, Any]) -> Any:
+        from nbtrain.engine import calls  # it needs torch, which the fork server has
+
+        (args, kwargs), rest = deserialize_object(parent["buffers"], self.shell.user_ns)
+        while rest:  # values to be bound, behind the other arguments
+            value, rest = deserialize_object(rest, self.shell.user_ns)
+            args = [*(arg for arg in args if arg is not None), value]
+        return getattr(calls, parent["content"]["name"])(self.shell.user_ns, *args, **kwargs)
 
     def nbtrain_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Answer on the control thread, while the main thread runs a cell or waits in a collective."""
@@ -161,6 +180,26 @@ class RankKernel(IPythonParallelKernel):
         except Exception as problem:
             reply = {"status": "error", "message": f"{type(problem).__name__}: {problem}"}
         self.session.send(stream, "nbtrain_reply", reply, parent=parent, ident=ident)
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """The handler between cells; not SIG_IGN, which subprocesses would inherit."""
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _ignore)
+
+
+def packed(value: Any) -> list[Any]:
+    """``value`` as buffers: a pickle, then what it holds of large memory, without a copy."""
+    large: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, protocol=5, buffer_callback=large.append)
+    return [data, *(buffer.raw() for buffer in large)]
 
 
 def _plain(text: Any) -> str:

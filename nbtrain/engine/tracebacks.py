@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 # Set by a peer's failure, not by this rank's own: they are shown after the failure that caused them.
@@ -41,7 +41,7 @@ def describe(error: BaseException, *, consequence: bool = False) -> dict[str, An
     """
     return {
         "time": time.time(),
-        "consequence": consequence or bool(_CONSEQUENCES.search(str(error))),
+        "consequence": consequence or bool(_CONSEQUENCES.search(_text(error))),
         "chain": [_one(link) for link in _chain(error)],
     }
 
@@ -67,7 +67,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _one(error: BaseException) -> dict[str, Any]:
-    frames = [_frame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    frames = _folded(error.__traceback__)
     first = next((i for i, f in enumerate(frames) if f["kind"] == "cell"), None)
     shown = frames[first:] if first is not None else frames  # above the cell there is only the kernel
     if isinstance(error, SyntaxError) and error.lineno:
@@ -78,6 +78,18 @@ def _one(error: BaseException) -> dict[str, Any]:
     return {"ename": type(error).__name__, "evalue": _text(error), "frames": shown}
 
 
+def _folded(trace: TracebackType | None) -> list[dict[str, Any]]:
+    """The frames from the outermost on; one that repeats itself (a recursion) is told once, with a count."""
+    frames: list[dict[str, Any]] = []
+    for frame, number in traceback.walk_tb(trace):
+        code = frame.f_code
+        if frames and (frames[-1]["file"], frames[-1]["number"]) == (code.co_filename, number):
+            frames[-1]["times"] += 1
+        else:
+            frames.append({**_frame(code.co_filename, number, code.co_name), "times": 1})
+    return frames
+
+
 def _text(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return error.msg or "invalid syntax"
@@ -85,7 +97,9 @@ def _text(error: BaseException) -> str:
         text = str(error)
     except Exception as broken:
         text = f"<its text raised {type(broken).__name__}>"
-    text = "\n".join([text, *getattr(error, "__notes__", ())])
+    parts = [f"  - {type(part).__name__}: {part}" for part in getattr(error, "exceptions", ())]
+    text = "\n".join([text, *map(str, getattr(error, "__notes__", ())), *parts])
+    text = text.encode("utf-8", "backslashreplace").decode()  # lone surrogates cannot be sent
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}… ({len(text)} characters)"
 
 

@@ -24,7 +24,10 @@ def portable(value: Any) -> Any:
     bfloat16 becomes float32, which holds it exactly. A ``DTensor`` gives this rank's shard. What the kernel could not
     unpickle without torch becomes an `Unportable`, which keeps its type and repr.
     """
-    converted = _convert(value)
+    try:
+        converted = _convert(value)
+    except Exception:  # cyclic, nested too deeply, or of a kind of tensor that NumPy does not know
+        return _unportable(value)
     return converted if _travels(converted) else _unportable(value)
 
 
@@ -97,4 +100,11 @@ class _ModuleReader(pickle.Unpickler):
 
 
 def _unportable(value: Any) -> Unportable:
-    return Unportable(f"{type(value).__module__}.{type(value).__qualname__}", repr(value)[:2000])
+    return Unportable(f"{type(value).__module__}.{type(value).__qualname__}", _repr(value))
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)[:2000]
+    except Exception as problem:
+        return f"<its repr raised {type(problem).__name__}>"

@@ -12,7 +12,7 @@ from nbtrain.cluster import session as sessions
 from nbtrain.cluster.cell import Handle
 from nbtrain.cluster.failures import ranks_text
 from nbtrain.cluster.session import Session, check_syntax
-from nbtrain.errors import NbtrainError, UsageError, nearest
+from nbtrain.errors import CellInterrupted, NbtrainError, UsageError, nearest
 from nbtrain.magics import auto, parse
 from nbtrain.magics.help import HELP
 
@@ -31,6 +31,10 @@ class DistributedMagics(Magics):
             return getattr(self, f"_{verb}")(words[1:])
         except (NbtrainError, NotImplementedError) as problem:
             raise in_one_line(problem) from None
+        except CellInterrupted:
+            raise
+        except KeyboardInterrupt:
+            raise CellInterrupted("interrupted") from None
 
     distributed.__doc__ = HELP
 
@@ -88,7 +92,7 @@ class DistributedMagics(Magics):
         own = self.shell.user_ns
         for name in names:
             if name not in own:
-                visible = [key for key in own if not key.startswith("_")]
+                visible = [key for key in own if not (key.startswith("_") or key in parse.SHELL_NAMES)]
                 raise UsageError(f"push: there is no {name!r} in the notebook; {nearest(name, visible)}")
         return {name: own[name] for name in names}
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import keyword
 import shlex
 from typing import Any, NoReturn
 
 from nbtrain.errors import UsageError, nearest
 
 VERBS = ("start", "status", "stop", "restart", "interrupt", "push", "pull", "auto")
+SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}  # IPython's, not the user's
 LATER = ("resize", "where", "export", "guard", "debug")  # verbs of later releases
 
 
@@ -152,13 +154,13 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not seconds > 0:
+    if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds; type e.g. 30")
     return seconds
 
 
 def _name(text: str) -> str:
-    if not text.isidentifier():
+    if not text.isidentifier() or keyword.iskeyword(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a Python name; type e.g. result")
     return text
 

@@ -14,6 +14,7 @@ import torch
 
 from nbtrain.errors import BatchError, ModelError, UsageError
 from nbtrain.parallel.batch import Batch, call, target_names
+from nbtrain.parallel.denominators import Denominators, watched
 
 LossFn = Callable[..., Any]
 
@@ -30,8 +31,8 @@ class Loss:
     Attributes:
         value: 0-d, differentiable: a mean, or a sum where ``is_sum``.
         weight: What the chunk counts in the global mean: samples, or the count of the loss function.
-        ignored: Of a mean: how many of a sample's targets are -100, which torch's losses leave out. Where chunks
-            differ in it, no weight by samples is right.
+        ignored: Of a mean: by how much a sample's targets are more than what the mean divides by, since some are
+            ignored or weighted. Where chunks differ in it, no weight by samples is right.
     """
 
     value: torch.Tensor
@@ -59,10 +60,14 @@ def compute_loss(model: Callable[..., Any], loss_fn: LossFn | None, batch: Batch
         UsageError: The loss function returns something else than a mean or ``(sum, count)``.
     """
     if loss_fn is None:
-        return _mean(_own_loss(_run_whole(model, batch)), batch.num_samples, _own_targets(batch))
+        with watched() as seen:
+            output = _run_whole(model, batch)
+        return _mean(_own_loss(output), batch.num_samples, _own_targets(batch), seen)
     inputs, targets, named_targets = _parts(loss_fn, batch)
-    result = loss_fn(call(model, inputs), *targets, **named_targets)
-    return _read(result, batch.num_samples, [*targets, *named_targets.values()])
+    output = call(model, inputs)
+    with watched() as seen:
+        result = loss_fn(output, *targets, **named_targets)
+    return _read(result, batch.num_samples, [*targets, *named_targets.values()], seen)
 
 
 def _run_whole(model: Callable[..., Any], batch: Batch) -> Any:
@@ -108,26 +113,32 @@ def _ignored(targets: list[Any], num_samples: int) -> float | torch.Tensor:
     return sum((target == IGNORED).sum().double() for target in classes) / num_samples
 
 
-def _read(result: Any, num_samples: int, targets: list[Any]) -> Loss:
+def _read(result: Any, num_samples: int, targets: list[Any], seen: Denominators) -> Loss:
     if isinstance(result, tuple) and len(result) == 2:
         value, count = result
         if _is_scalar(value):
             # a count on a GPU stays there: reading it would wait for the forward
             return Loss(value, count.detach() if isinstance(count, torch.Tensor) else float(count), is_sum=True)
     if _is_scalar(result):
-        return _mean(result, num_samples, targets)
+        return _mean(result, num_samples, targets, seen)
     raise UsageError(
         f"loss_fn returned {_described(result)}; return a 0-d mean or (sum, count), "
         "e.g. F.cross_entropy(output, target)"
     )
 
 
-def _mean(value: torch.Tensor, num_samples: int, targets: list[Any]) -> Loss:
+def _mean(value: torch.Tensor, num_samples: int, targets: list[Any], seen: Denominators) -> Loss:
+    if any(value is total for total in seen.sums):
+        raise UsageError(
+            "the loss is a sum (reduction='sum') and would grow with the batch; return (sum, count) with what to "
+            "divide by, e.g. (loss, target.numel()), or use reduction='mean'"
+        )
     if num_samples == 0:
         raise BatchError(
             "a rank's batch is empty and has no mean loss; give every rank a sample or let loss_fn return (sum, count)"
         )
-    return Loss(value, float(num_samples), is_sum=False, ignored=_ignored(targets, num_samples))
+    ignored = seen.shortfall / num_samples if seen.num_means else _ignored(targets, num_samples)
+    return Loss(value, float(num_samples), is_sum=False, ignored=ignored)
 
 
 def _own_loss(output: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -37,6 +38,10 @@ def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: La
     optimizer = make if isinstance(make, Optimizer) else _made(make, model)
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(f"optimizer returned {type(optimizer).__name__}, not a torch optimizer; {_CURE}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            "LBFGS evaluates the loss several times a step, which a Trainer does not; choose e.g. AdamW"
+        )
     _repoint(optimizer, model, layout)
     return optimizer
 

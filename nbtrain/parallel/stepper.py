@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.errors import GradientError, NbtrainError, SessionError
+from nbtrain.errors import GradientError, ModelError, NbtrainError, SessionError, UsageError
 from nbtrain.parallel import gradients, live, shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.interrupt import uninterrupted
@@ -61,9 +61,17 @@ class Stepper:
 
     def __post_init__(self) -> None:
         live.track_steps(self)
+        self._shape = self._count()
 
     def step(self, whole: Batch, accumulate: int) -> float:
         """The global mean loss. Whatever raises, the weights stay and the next step starts afresh."""
+        if self._count() != self._shape:
+            raise ModelError(
+                "parameters were added, removed, frozen or unfrozen after the trainer was made, and it does not train "
+                "them; make the model again and a new Trainer of it"
+            )
+        if torch.is_inference_mode_enabled():
+            raise UsageError("a step needs gradients; call trainer.step outside torch.inference_mode()")
         chunks = whole.chunks(accumulate)
         if self.phase.stage is not Stage.STEPPED:
             self._drop()
@@ -190,6 +198,11 @@ class Stepper:
         if self._snapshot is not None:
             self._snapshot.restore()
         self.phase = Phase(Stage.STEPPED, self.phase.num_steps)
+
+    def _count(self) -> tuple[int, int]:
+        """Parameters, and those that train."""
+        parameters = list(self.model.parameters())
+        return len(parameters), sum(parameter.requires_grad for parameter in parameters)
 
     @property
     def _device(self) -> torch.device:

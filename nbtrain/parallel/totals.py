@@ -96,6 +96,8 @@ class Totals:
         """
         if not self.agreed:
             raise SessionError("an interruption left ranks a step apart; call trainer.step again: ranks agree now")
+        if self.weight < 0:
+            raise BatchError(f"the counts of loss_fn sum to {self.weight:g}; return (sum, count) with count >= 0")
         if self.weight == 0:
             raise BatchError(
                 "nothing in the global batch counts: its weight is 0, and the mean loss 0/0; give a batch with a "
@@ -103,9 +105,9 @@ class Totals:
             )
         if self.uneven:
             raise BatchError(
-                "targets of -100 fall unevenly on ranks or chunks, so that the mean of their means isn't the mean; let "
-                "loss_fn return (sum, count): lambda output, target: (F.cross_entropy(output.flatten(0, -2), "
-                "target.flatten(), reduction='sum'), (target != -100).sum())"
+                "ignored or weighted targets fall unevenly on ranks or chunks, so that the mean of their means isn't "
+                "the mean; let loss_fn return (sum, count): lambda output, target: (F.cross_entropy(output.flatten(0, "
+                "-2), target.flatten(), reduction='sum'), (target != -100).sum())"
             )
 
 

@@ -222,6 +222,11 @@ def _check_arguments(loss_fn: LossFn | None, grad_clip: float | None, accumulate
 
 def _make_scheduler(scheduler: Callable[[Optimizer], Any] | Any | None, optimizer: Optimizer) -> Any:
     made = scheduler(optimizer) if callable(scheduler) else scheduler
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau steps by a metric, not after every optimizer step; make it yourself with "
+            "trainer.optimizer and call its step(trainer.evaluate(...))"
+        )
     if made is None:
         return None
     if not hasattr(made, "step"):

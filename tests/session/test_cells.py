@@ -202,3 +202,37 @@ def test_arrays_travel_to_the_ranks(nb: Notebook) -> None:
     nb("%%distributed -o sums\na.sum(), str(b[0]), c[0].shape, float(c[1]['k'][0, 1]), d.sum()")
     assert nb.value("[(float(s), t, u, v, float(w)) for s, t, u, v, w in sums]") == [(66.0, "x", (4, 3), 1.0, 1e6)] * 4
     assert "is a module; import it" in nb("%distributed push np").error
+
+
+def test_values_keep_their_order_and_may_be_written_to(nb: Notebook) -> None:
+    nb("%%distributed -o d\n{'z': torch.ones(3), 'a': 2, 1: None}")
+    assert nb.value("list(d[0])") == ["z", "a", 1]
+    nb("d[0]['z'][0] = 5")
+    assert nb.value("float(d[0]['z'][0])") == 5.0
+
+
+def test_values_of_any_shape_arrive_or_say_what_they_are(nb: Notebook) -> None:
+    nb("%%distributed -o odd\nloop = []; loop.append(loop)\nloop")
+    assert "on the rank: builtins.list" in nb.value("repr(odd[0])")
+    nb("%%distributed -o big\ntorch.zeros(10**7)")
+    assert nb.value("[b.nbytes for b in big]") == [40_000_000] * 4
+
+
+def test_a_result_can_be_asked_for_twice(nb: Notebook) -> None:
+    nb("%%distributed --no-block --name twice\nrank")
+    assert nb.value("[twice.result(), twice.result()]") == [[0, 1, 2, 3]] * 2
+
+
+def test_an_interrupt_that_comes_too_early_is_not_lost(nb: Notebook) -> None:
+    nb("import nbtrain\nh = nbtrain.session().run('import time; time.sleep(8)', block=False)\nh.interrupt()")
+    output = nb("h.wait(3)")
+    assert output.ename == "CellError"
+    assert "KeyboardInterrupt" in output.error
+
+
+def test_the_notebooks_import_path_is_the_ranks_too() -> None:
+    with Notebook() as other:
+        other("import sys; sys.path.append('/some/folder/of/mine')")
+        other("%distributed start -n 1")
+        assert other("%%distributed\nimport sys\n'/some/folder/of/mine' in sys.path").plain == ["True"]
+        other("%distributed stop")

@@ -163,3 +163,33 @@ def test_reloading_the_extension_loses_nothing(nb: Notebook) -> None:
     nb("%%distributed\nkept = 7")
     assert nb("%reload_ext nbtrain").status == "ok"
     assert nb("%%distributed\nkept").plain == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise ValueError('\\ud800')", ["ValueError", "ud800"]),
+        ("exit()", ["does not end", "%distributed stop"]),
+        ("quit()", ["%distributed stop"]),
+        ("raise SystemExit", ["SystemExit on ranks 0-3"]),
+        ("e = ValueError('x'); e.add_note('a note'); raise e", ["a note"]),
+        ("raise ExceptionGroup('some', [ValueError('one'), KeyError('two')])", ["ValueError: one", "KeyError"]),
+        ("class Odd(Exception):\n    def __str__(self): raise KeyError\nraise Odd", ["Odd on ranks 0-3"]),
+    ],
+)
+def test_odd_exceptions_are_shown_and_cost_nothing(nb: Notebook, code: str, words: list[str]) -> None:
+    text = plain(nb(f"%%distributed\n{code}", timeout=20).error)
+    assert [word for word in words if word not in text] == [], text
+
+
+def test_a_recursion_is_folded(nb: Notebook) -> None:
+    output = nb("%%distributed\ndef f(n): return f(n + 1)\nf(0)", timeout=20)
+    text = plain(output.error)
+    assert "RecursionError on ranks 0-3" in text
+    assert " times" in text
+    assert len(text.splitlines()) < 20
+
+
+def test_a_cell_may_call_its_device_what_it_likes(nb: Notebook) -> None:
+    nb("%%distributed\ndevice = 'cpu'")
+    assert nb("%%distributed --plan zero=3\nplan.zero").plain == ["3"]

@@ -131,5 +131,5 @@ def test_ranks_wait_in_a_cell_that_does_not_block(nb: Notebook) -> None:
     began = time.monotonic()
     output = nb("%distributed interrupt")
     assert time.monotonic() - began < 2
-    assert "interrupted ranks 1-3" in output.stdout
+    assert re.search("interrupted ranks [01]-3", output.stdout)  # rank 0 may not have ended yet
     assert nb("stuck.wait()").ename == "CellError"

@@ -63,10 +63,28 @@ def test_html_and_updates_of_a_display(nb: Notebook) -> None:
     assert kinds == [("display_data", "<b>one</b>"), ("update_display_data", "<b>two</b>")]
 
 
+def test_updates_come_behind_what_they_update_and_reach_every_rank(nb: Notebook) -> None:
+    nb(
+        "%%distributed\nh = display(f'start {rank % 2}', display_id=True)\n"
+        "for i in range(3): h.update(f'state {i} {rank % 2}')"
+    )
+    output = nb.by_request[nb.last_id]
+    page: dict[str, str] = {}
+    for message in output.messages:
+        if message["msg_type"] in ("display_data", "update_display_data"):
+            content = message["content"]
+            known = content["transient"]["display_id"] in page
+            assert known == (message["msg_type"] == "update_display_data")
+            page[content["transient"]["display_id"]] = content["data"]["text/plain"]
+    assert sorted(page.values()) == ["'state 2 0'", "'state 2 1'"]
+
+
 def test_clear_output_clears_once(nb: Notebook) -> None:
     output = nb("%%distributed\nfrom IPython.display import clear_output\nprint('old')\nclear_output()\nprint('new')")
     assert sum(message["msg_type"] == "clear_output" for message in output.messages) == 1
-    assert output.lines[-1] == "new"
+    kinds = [m["msg_type"] for m in output.messages if m["msg_type"] in ("stream", "clear_output")]
+    assert kinds == ["stream", "clear_output", "stream"]
+    assert output.lines == ["old", "new"]
 
 
 def test_a_bar_shows_once_from_the_slowest_rank(nb: Notebook) -> None:
@@ -116,6 +134,12 @@ def test_a_flood_is_capped_and_spilled(nb: Notebook) -> None:
     assert len(spilled) == 3000
     assert sorted(output.lines + spilled) == sorted(f"{r}| rank {r} line {i}" for r in range(4) for i in range(2000))
     assert spilled[-1] in output.stderr
+
+
+def test_few_but_endless_lines_are_a_flood_too(nb: Notebook) -> None:
+    output = nb("%%distributed -r 0\nprint('y' * 6_000_000)\nprint('after')", timeout=60)
+    assert published_bytes(output) < 100_000
+    assert "more lines are in" in output.stderr
 
 
 def test_a_thread_prints_into_the_cell_that_started_it(nb: Notebook) -> None:
