@@ -71,11 +71,14 @@ class Request:
         return {
             "OMP_NUM_THREADS": str(self.threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # ranks share cores: a spinning rank steals a computing one's time
-            "GLOO_SOCKET_IFNAME": _loopback_interface(),
-            "TP_SOCKET_IFNAME": _loopback_interface(),
+            **_on_loopback(),
             "TORCH_FR_BUFFER_SIZE": "2000",  # the flight recorder tells which collective a rank waits in
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
         }
+
+
+class ForkUnsafe(StartError):
+    """The fork server cannot fork engines; they can be spawned."""
 
 
 class Launch(Protocol):
@@ -120,7 +123,7 @@ class ForkLaunch:
     def start_engines(self) -> None:
         """Fork the ranks, once the server is ready."""
         if not self._server.ready.result(timeout=120)["fork_safe"]:
-            raise StartError("importing torch initialised CUDA, so engines cannot be forked; type --launcher spawn")
+            raise ForkUnsafe("importing torch initialised CUDA, so engines cannot be forked; type --launcher spawn")
         port_file = self._runtime / "store-port"
         self._server.fork("store", "nbtrain.engine.store:serve", str(port_file))
         port = int(_wait_for(port_file, self._server.check).read_text())
@@ -264,6 +267,8 @@ def _wait_for(path: Path, check: Callable[[], None], timeout: float = 60.0) -> P
     return path
 
 
-def _loopback_interface() -> str:
+def _on_loopback() -> dict[str, str]:
+    """What makes gloo and TensorPipe listen on loopback only, where its interface has a name."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-    return next((name for name in ("lo", "lo0") if name in names), "lo")
+    found = next((name for name in ("lo", "lo0") if name in names), None)
+    return {} if found is None else {"GLOO_SOCKET_IFNAME": found, "TP_SOCKET_IFNAME": found}

@@ -119,8 +119,7 @@ class Members:
         return int(getattr(full, "pss", full.rss))
 
     def _open(self, launcher: str) -> None:
-        self._launch = launch.start(launcher, self._request, self.folder, self._exited)
-        self._launch.start_engines()
+        self._launch = self._launched(launcher)
         self.client = RankClient(self._launch.connection_info())
         self._wait_for_ranks(self.client)
         self.processes = self._launch.processes()
@@ -133,6 +132,18 @@ class Members:
             generation="start",
             path=sys.path,
         )
+
+    def _launched(self, launcher: str) -> launch.Launch:
+        """A launch whose engines are starting: forked where that is safe, else spawned."""
+        self._launch = launch.start(launcher, self._request, self.folder, self._exited)
+        try:
+            self._launch.start_engines()
+        except launch.ForkUnsafe:
+            self._launch.stop()
+            self.folder = runtime.create()
+            self._launch = launch.start("spawn", self._request, self.folder, self._exited)
+            self._launch.start_engines()
+        return self._launch
 
     def _wait_for_ranks(self, client: RankClient) -> None:
         arrived = threading.Event()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import atexit
-import contextlib
-import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +22,7 @@ from nbtrain.cluster.options import Options
 from nbtrain.cluster.output import CellOutput, Publisher
 from nbtrain.cluster.ranks import parse
 from nbtrain.cluster.report import Holdings, Status, size
+from nbtrain.cluster.supervisor import Supervisor
 from nbtrain.errors import (
     BusyError,
     CellInterrupted,
@@ -38,10 +37,6 @@ from nbtrain.errors import (
 from nbtrain.plan import Plan
 
 LISTENED_CELLS = 200  # so many ended cells still show what their threads print
-WATCH_S = 0.25  # between two looks at the ranks that still run a cell
-WAITS_S = 1.0  # in a collective, while another rank of the cell has failed
-PYTHON_GRACE_S = 0.3  # Python code answers SIGINT in well under this
-INTERRUPT_GRACE_S = 3.0  # and a rank that was cut out of a collective well under this
 
 _current: Session | None = None
 
@@ -93,11 +88,11 @@ class Session:
     ) -> None:
         self._options = Options(n, gpus, backend, threads, launcher)
         self._members: Members | None = None
+        self._supervisor: Supervisor | None = None
         self._publisher: Publisher | None = None
         self._cells: list[Cell] = []
         self._num_cells = 0
         self._ended: deque[Cell] = deque()
-        self._groups: set[str] = set()  # what ended cells have left of the process groups
         self.start_seconds = 0.0
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -131,6 +126,7 @@ class Session:
             raise
         except Exception as problem:
             raise StartError(f"the ranks did not start: {type(problem).__name__}: {problem}") from problem
+        self._supervisor = Supervisor(self._members)
         self._options = wanted.updated({"n": self._members.world_size})
         self._publisher = Publisher()
         self.start_seconds = time.monotonic() - began
@@ -149,7 +145,6 @@ class Session:
                 cell.on_death(rank, "the session was stopped")
         self._cells.clear()
         self._ended.clear()
-        self._groups.clear()
         if self._publisher is not None:
             self._publisher.stop()
             self._publisher = None
@@ -229,7 +224,7 @@ class Session:
             self.push(push, ranks)
         cell = self._send(source, targets, name, label, offset, keep=values or not block)
         if not block:
-            return Handle(cell, lambda: self._end(cell), lambda: self._values(cell))
+            return Handle(cell, lambda: self._supervising().end(cell), lambda: self._values(cell))
         self._await(cell, timeout)
         if parallelize:
             holdings = self._call("parallelize_names", targets, list(parallelize))
@@ -245,7 +240,7 @@ class Session:
         cells = [cell for cell in self._cells if wanted & set(cell.running)]
         running = sorted({rank for cell in cells for rank in cell.running})
         for cell in cells:
-            self._end(cell)
+            self._supervising().end(cell)
         return running
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -298,6 +293,11 @@ class Session:
         assert self._members is not None
         return self._members
 
+    def _supervising(self) -> Supervisor:
+        self._ready()
+        assert self._supervisor is not None
+        return self._supervisor
+
     def _targets(self, spec: str) -> list[int]:
         """The ranks that ``spec`` names, all of them alive."""
         members = self._ready()
@@ -325,17 +325,18 @@ class Session:
     def _mend_groups(self) -> None:
         """Form the session's groups again where ranks were cut out of them or a cell has destroyed them."""
         members = self._ready()
-        if self._busy() or members.dead or self._groups <= {"kept"}:
+        supervisor = self._supervising()
+        if self._busy() or members.dead or not supervisor.groups_lost:
             return
-        with self._interruptible(range(members.world_size)):
+        with self._supervising().interruptible(range(members.world_size)):
             members.rejoin()
-        self._groups.clear()
+        supervisor.groups_lost = False
 
     def _busy(self) -> dict[int, Cell]:
         """The cell that each busy rank runs."""
         for cell in self._cells:
             if cell.done:
-                self._groups |= cell.groups
+                self._supervising().groups_lost |= "lost" in cell.groups
                 self._ended.append(cell)
         self._cells = [cell for cell in self._cells if not cell.done]
         while len(self._ended) > LISTENED_CELLS:
@@ -358,83 +359,20 @@ class Session:
             )
 
     def _await(self, cell: Cell, timeout: float | None) -> None:
+        supervisor = self._supervising()
         try:
-            finished = self._watch(cell, timeout)
+            finished = supervisor.watch(cell, timeout)
         except KeyboardInterrupt:
-            self._end_in_any_case(cell)
-            raise CellInterrupted(self._after_interrupt(cell)) from None
+            supervisor.end_in_any_case(cell)
+            raise CellInterrupted(supervisor.verdict(cell)) from None
         finally:
             cell.output.publish(final=cell.done)
         if not finished:
-            self._end(cell)
-            raise CellTimeoutError(f"the cell ran longer than {timeout:g} s; {self._after_interrupt(cell)}")
+            supervisor.end(cell)
+            raise CellTimeoutError(f"the cell ran longer than {timeout:g} s; {supervisor.verdict(cell)}")
         error = cell.error()
         if error is not None:
             raise error
-
-    def _interrupt(self, cell: Cell) -> None:
-        for rank in cell.running:
-            self._ready().signal(rank, signal.SIGINT)
-
-    def _watch(self, cell: Cell, timeout: float | None) -> bool:
-        """Wait for the cell; whether it has finished. A rank that waits for one that failed is freed meanwhile."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return cell.done
-            if cell.wait(WATCH_S if left is None else min(left, WATCH_S)):
-                return True
-            if cell.failures or cell.deaths:
-                self._free([rank for rank in cell.running if self._waits(rank)])
-
-    def _waits(self, rank: int) -> bool:
-        """Whether a rank has waited in a collective for so long that a failed rank must be why."""
-        pending = self.ask(rank, "pending", 1.0)
-        return bool(pending) and pending[0]["waits_s"] > WAITS_S
-
-    def _free(self, ranks: Iterable[int]) -> None:
-        """Cut ranks out of the collective that they wait in. Their groups are formed again before the next cell."""
-        for rank in ranks:
-            self.ask(rank, "free", 1.0)
-            self._groups.add("lost")
-
-    def _end_in_any_case(self, cell: Cell) -> None:
-        """`_end`, also where an impatient person interrupts that too."""
-        try:
-            self._end(cell)
-        except KeyboardInterrupt:
-            self._end(cell)
-
-    def _end(self, cell: Cell) -> None:
-        """Interrupt what still runs the cell, and free what waits in C++, where no interrupt arrives."""
-        # Ranks may be a step apart now: where groups are formed again, trainers agree on one.
-        self._groups.add("lost")
-        cell.interrupted = True
-        self._interrupt(cell)
-        deadline = time.monotonic() + INTERRUPT_GRACE_S
-        while not cell.wait(PYTHON_GRACE_S) and time.monotonic() < deadline:
-            self._free(cell.running)
-            self._interrupt(cell)  # again: the first may have fallen where Python drops exceptions
-        cell.output.publish(final=cell.done)
-
-    def _after_interrupt(self, cell: Cell) -> str:
-        stuck = cell.running
-        if not stuck:
-            return f"interrupted on {ranks_text(cell.ranks)}; they kept their state"
-        places = "; ".join(f"rank {rank}{self._place(rank)}" for rank in stuck)
-        return (
-            f"{places} did not answer within {INTERRUPT_GRACE_S:g} s; "
-            "wait for it, or type %distributed restart to start again"
-        )
-
-    def _place(self, rank: int) -> str:
-        """Where a rank is, for a sentence; empty if it does not say."""
-        answer = self.ask(rank, "where", 1.0)
-        at = answer and answer["cell"]
-        return (
-            f" at {at['cell'] or 'the cell'}, line {at['number'] + at['offset']} ({at['line'].strip()})" if at else ""
-        )
 
     def _values(self, cell: Cell) -> list[Any]:
         return self._call("take_result", cell.ranks, cell.number)
@@ -447,19 +385,8 @@ class Session:
     def _call(self, name: str, ranks: Iterable[int], *args: Any) -> list[Any]:
         targets = list(ranks)
         self._refuse_if_busy(targets)
-        with self._interruptible(targets):
+        with self._supervising().interruptible(targets):
             return self._ready().call(name, targets, *args)
-
-    @contextlib.contextmanager
-    def _interruptible(self, ranks: Iterable[int]) -> Iterator[None]:
-        """Let Ctrl-C end what the ranks are called for; they may wait for each other in it."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            for rank in ranks:
-                self._ready().signal(rank, signal.SIGINT)
-            self._free(ranks)
-            raise CellInterrupted("interrupted before the cell was sent; the ranks kept their state") from None
 
     def _died(self, rank: int, how: str) -> None:
         for cell in self._cells:

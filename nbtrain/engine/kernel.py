@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +46,20 @@ class RankShell(ZMQInteractiveShell):
     displayhook_class = Type(RankDisplayHook)
     failure: dict[str, Any] | None = None
     cell_label: tuple[str, int] = ("", 0)
+    interrupted: BaseException | None = None
+
+    def let_go(self) -> None:
+        """Drop what an interrupted cell's frames hold: a loader's iterator among them, whose workers end with it."""
+        if self.interrupted is None:
+            return
+        traceback.clear_frames(self.interrupted.__traceback__)
+        self.interrupted = None
+        if self.last_execution_result is not None:
+            self.last_execution_result.error_in_exec = None
+
+    def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
+        """IPython would format the traceback for its history, slowly, and keep the frames."""
+        return {"ename": type(exception).__name__, "evalue": "", "traceback": []}
 
     def init_display_formatter(self) -> None:
         super().init_display_formatter()
@@ -80,7 +95,10 @@ class RankShell(ZMQInteractiveShell):
             return  # IPython may fail over the text of the first error; the first is the cell's
         sys.stdout.flush()  # what was printed before the error is shown before it
         sys.stderr.flush()
-        sys.last_type, sys.last_value, sys.last_traceback = kind, value, trace  # %debug reads these
+        if issubclass(kind, KeyboardInterrupt):
+            self.interrupted = value
+        else:
+            sys.last_type, sys.last_value, sys.last_traceback = kind, value, trace  # %debug reads these
         self.failure = tracebacks.describe(value, consequence=groups.was_freed())
         self._last_traceback = [kind.__name__]
 
@@ -133,6 +151,7 @@ class RankKernel(IPythonParallelKernel):
             last = shell.failure["chain"][-1] if shell.failure else {"ename": "Error", "evalue": ""}
             reply.update(ename=last["ename"], evalue=last["evalue"], traceback=[])
         self._keep(sent)
+        shell.let_go()
         reply["nbtrain"] = {
             "seconds": time.time() - started,
             "failure": shell.failure,

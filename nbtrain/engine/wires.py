@@ -47,6 +47,8 @@ def _opened() -> dict[int, tuple[int, int]]:
 
 
 def _sockets() -> dict[int, tuple[int, int]]:
+    if not os.path.isdir(_FD_FOLDER):  # Windows: a stuck rank is freed by its timeout only
+        return {}
     found = ((int(name), _identity(int(name))) for name in os.listdir(_FD_FOLDER) if name.isdigit())
     return {number: identity for number, identity in found if identity is not None}
 

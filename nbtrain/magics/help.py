@@ -43,5 +43,5 @@ Verbs of %distributed
     pull NAMES [-r RANKS]        names of the ranks come to the notebook, each a list by rank
     auto on|off           run every cell on the ranks; one that begins with %%local runs in the notebook
 
-In Python the same verbs are methods of nt.Session; nt.session() is the one that runs.
+In Python (import nbtrain as nt) the same verbs are methods of nt.Session; nt.session() is the one that runs.
 """

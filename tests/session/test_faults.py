@@ -133,3 +133,21 @@ def test_ranks_wait_in_a_cell_that_does_not_block(nb: Notebook) -> None:
     assert time.monotonic() - began < 2
     assert re.search("interrupted ranks [01]-3", output.stdout)  # rank 0 may not have ended yet
     assert nb("stuck.wait()").ename == "CellError"
+
+
+def test_a_loader_with_workers_is_interrupted_and_runs_again(nb: Notebook) -> None:
+    nb("""%%distributed
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i):
+        time.sleep(0.05)
+        return torch.tensor([float(i)])
+def loop(n):
+    loader = torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=2)
+    return sum(len(batch) for _, batch in zip(range(n), loader))""")
+    output = run_and_interrupt(nb, "%%distributed\nloop(32)", after_s=0.6)
+    assert output.ename == "CellInterrupted"
+    assert output.seconds < 2
+    nb("%%distributed -o left\nimport psutil\ntime.sleep(0.5)\nlen(psutil.Process().children())")
+    assert nb.value("left") == [0] * 4
+    assert nb("%%distributed\nloop(3)").plain == ["6"]

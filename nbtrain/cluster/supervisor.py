@@ -1,0 +1,106 @@
+"""Cells end: those that a failed rank's peers wait in, those that are interrupted, and those whose time is up."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterable, Iterator
+
+from nbtrain.cluster.cell import Cell
+from nbtrain.cluster.failures import ranks_text
+from nbtrain.cluster.members import Members
+from nbtrain.errors import CellInterrupted
+
+WATCH_S = 0.25  # between two looks at the ranks that still run a cell
+WAITS_S = 1.0  # in a collective, while another rank of the cell has failed
+PYTHON_GRACE_S = 0.3  # Python code answers SIGINT in well under this
+INTERRUPT_GRACE_S = 3.0  # and a rank that was cut out of a collective well under this
+
+
+class Supervisor:
+    """Watches the cells of ``members``.
+
+    Attributes:
+        groups_lost: Whether process groups must be formed again before the next cell: ranks were cut out of them, a
+            cell has destroyed them, or an interrupt may have left trainers a step apart (they agree when it is done).
+    """
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self.groups_lost = False
+
+    def watch(self, cell: Cell, timeout: float | None) -> bool:
+        """Wait for ``cell``; whether it has finished. A rank that waits for one that failed is freed meanwhile."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return cell.done
+            if cell.wait(WATCH_S if left is None else min(left, WATCH_S)):
+                return True
+            if cell.failures or cell.deaths:
+                self._free([rank for rank in cell.running if self._waits(rank)])
+
+    def end(self, cell: Cell) -> None:
+        """Interrupt what still runs the cell, and free what waits in C++, where no interrupt arrives."""
+        self.groups_lost = cell.interrupted = True
+        self._interrupt(cell.running)
+        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        while not cell.wait(PYTHON_GRACE_S) and time.monotonic() < deadline:
+            self._free(cell.running)
+            self._interrupt(cell.running)  # again: the first may have fallen where Python drops exceptions
+        cell.output.publish(final=cell.done)
+
+    def end_in_any_case(self, cell: Cell) -> None:
+        """`end`, also where an impatient person interrupts that too."""
+        try:
+            self.end(cell)
+        except KeyboardInterrupt:
+            self.end(cell)
+
+    def verdict(self, cell: Cell) -> str:
+        """What became of a cell that was ended, in a sentence."""
+        stuck = cell.running
+        if not stuck:
+            return f"interrupted on {ranks_text(cell.ranks)}; they kept their state"
+        places: dict[str, list[int]] = {}
+        for rank in stuck:
+            places.setdefault(self._place(rank), []).append(rank)
+        where = "; ".join(f"{ranks_text(ranks)}{place}" for place, ranks in places.items())
+        return (
+            f"{where} did not answer within {INTERRUPT_GRACE_S:g} s; interrupt again, or type %distributed restart, "
+            "which loses what the ranks hold"
+        )
+
+    @contextlib.contextmanager
+    def interruptible(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Let Ctrl-C end what ``ranks`` are called for; they may wait for each other in it."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._interrupt(ranks)
+            self._free(ranks)
+            raise CellInterrupted("interrupted before the cell was sent; the ranks kept their state") from None
+
+    def _waits(self, rank: int) -> bool:
+        """Whether a rank has waited in a collective for so long that a failed rank must be why."""
+        pending = self.members.ask(rank, "pending", 1.0)
+        return bool(pending) and pending[0]["waits_s"] > WAITS_S
+
+    def _free(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self.members.ask(rank, "free", 1.0)
+            self.groups_lost = True
+
+    def _interrupt(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self.members.signal(rank, signal.SIGINT)
+
+    def _place(self, rank: int) -> str:
+        """Where a rank is, for a sentence; empty if it does not say."""
+        answer = self.members.ask(rank, "where", 1.0)
+        at = answer and answer["cell"]
+        return (
+            f" at {at['cell'] or 'the cell'}, line {at['number'] + at['offset']} ({at['line'].strip()})" if at else ""
+        )
