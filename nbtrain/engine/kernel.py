@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import signal
 import sys
@@ -24,6 +25,7 @@ from nbtrain.engine import groups, recorder, tracebacks
 from nbtrain.errors import UsageError
 from nbtrain.parallel import cell
 
+DEAF_S = 0.25  # less than the time after which the session interrupts again
 KEPT_VALUES = 32  # of cells that nobody waits for, until their handles are asked
 
 
@@ -145,6 +147,7 @@ class RankKernel(IPythonParallelKernel):
             with _interruptible():
                 reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
         except BaseException as error:  # an interrupt in between, or the kernel's own: a reply there must be
+            signal.signal(signal.SIGINT, _ignore)
             shell.failure = shell.failure or tracebacks.describe(error)
             reply = {"status": "error"}
         if reply["status"] == "error":  # `failure` says it all; an exception's own text may not even be text
@@ -179,6 +182,7 @@ class RankKernel(IPythonParallelKernel):
                 value = self._called(parent)
             buffers = packed(value)
         except BaseException as error:  # KeyboardInterrupt too: the notebook waits for a reply
+            signal.signal(signal.SIGINT, _ignore)
             content = {"status": "error", "failure": tracebacks.describe(_explained(error))}
         self.session.send(stream, "nbtrain_reply", content, parent=parent, ident=ident, buffers=buffers)
 
@@ -207,8 +211,21 @@ def _ignore(number: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let SIGINT raise KeyboardInterrupt inside.
+
+    Not again for a moment after the first: a second one, sent because the first may have been dropped, must not fall
+    into the code that answers the first.
+    """
+    last = -math.inf
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal last
+        if time.monotonic() - last > DEAF_S:
+            last = time.monotonic()
+            raise KeyboardInterrupt
+
     try:
+        signal.signal(signal.SIGINT, interrupt)
         yield
     finally:
         signal.signal(signal.SIGINT, _ignore)
