@@ -222,10 +222,14 @@ class Session:
             self._bind_plan(plan)
         if push:
             self.push(push, ranks)
-        cell = self._send(source, targets, name, label, offset, keep=values or not block)
-        if not block:
-            return Handle(cell, lambda: self._supervising().end(cell), lambda: self._values(cell))
-        self._await(cell, timeout)
+        begun = self._num_cells
+        try:
+            cell = self._send(source, targets, name, label, offset, keep=values or not block)
+            if not block:
+                return Handle(cell, lambda: self._supervising().end(cell), lambda: self._values(cell))
+            self._await(cell, timeout)
+        except KeyboardInterrupt as interrupt:
+            raise self._interrupted(begun, interrupt) from None
         if parallelize:
             holdings = self._call("parallelize_names", targets, list(parallelize))
             Holdings(dict(zip(targets, holdings, strict=True))).show()
@@ -362,9 +366,6 @@ class Session:
         supervisor = self._supervising()
         try:
             finished = supervisor.watch(cell, timeout)
-        except KeyboardInterrupt:
-            supervisor.end_in_any_case(cell)
-            raise CellInterrupted(supervisor.verdict(cell)) from None
         finally:
             cell.output.publish(final=cell.done)
         if not finished:
@@ -373,6 +374,16 @@ class Session:
         error = cell.error()
         if error is not None:
             raise error
+
+    def _interrupted(self, begun: int, interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
+        """End what was sent since cell number ``begun``: an interrupt may fall before the cell is waited for."""
+        if isinstance(interrupt, CellInterrupted):
+            return interrupt
+        verdict = "interrupted before the cell was sent; the ranks kept their state"
+        for cell in [cell for cell in self._cells if cell.number > begun]:
+            self._supervising().end_in_any_case(cell)
+            verdict = self._supervising().verdict(cell)
+        return CellInterrupted(verdict)
 
     def _values(self, cell: Cell) -> list[Any]:
         return self._call("take_result", cell.ranks, cell.number)

@@ -98,6 +98,7 @@ def leave() -> None:
     wires.cut()
     if dist.is_initialized():
         dist.destroy_process_group()
+    wires.forget()
 
 
 def device_type() -> str:

@@ -35,8 +35,12 @@ def recorded() -> Iterator[None]:
 def cut() -> int:
     """Shut down every connection of every group; returns how many. From any thread."""
     wires = {**_wires, **_opened()}
-    _wires.clear()
     return sum(_shut_down(number) for number, identity in wires.items() if _identity(number) == identity)
+
+
+def forget() -> None:
+    """The groups are destroyed: what they had open is theirs no longer."""
+    _wires.clear()
 
 
 def _opened() -> dict[int, tuple[int, int]]:
