@@ -226,7 +226,7 @@ class Session:
         try:
             cell = self._send(source, targets, name, label, offset, keep=values or not block)
             if not block:
-                return Handle(cell, lambda: self._supervising().end(cell), lambda: self._values(cell))
+                return self._handle(cell)
             self._await(cell, timeout)
         except KeyboardInterrupt as interrupt:
             raise self._interrupted(begun, interrupt) from None
@@ -240,7 +240,9 @@ class Session:
 
         All ranks of a cell are interrupted: they may wait for each other.
         """
-        wanted = set(parse(ranks, self._ready().world_size))
+        if not self.started:
+            return []
+        wanted = set(parse(ranks, self.world_size))
         cells = [cell for cell in self._cells if wanted & set(cell.running)]
         running = sorted({rank for cell in cells for rank in cell.running})
         for cell in cells:
@@ -384,6 +386,16 @@ class Session:
             self._supervising().end_in_any_case(cell)
             verdict = self._supervising().verdict(cell)
         return CellInterrupted(verdict)
+
+    def _handle(self, cell: Cell) -> Handle:
+        members, supervisor = self._ready(), self._supervising()
+
+        def values() -> list[Any]:
+            if self._members is not members:
+                raise NotStartedError("the ranks that ran this cell have stopped, and what it gave is gone")
+            return self._values(cell)
+
+        return Handle(cell, lambda: supervisor.end(cell), values)
 
     def _values(self, cell: Cell) -> list[Any]:
         return self._call("take_result", cell.ranks, cell.number)

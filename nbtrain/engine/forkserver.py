@@ -10,8 +10,8 @@ It is started fresh, never forked from the kernel, so that it does not matter wh
 CUDA runs there. It imports and never computes: a child of a process that ran a threaded kernel hangs or is killed.
 It holds no thread. When the kernel's end of the socket closes, however the kernel ended, everything here ends.
 
-The protocol is one JSON object a line, `Fork` and `Signal` requests one way and events the other; see
-`nbtrain.cluster.forkserver` for the kernel's side.
+The protocol is one JSON object a line: requests ("preload", "fork", "shutdown") one way, events ("ready", "forked",
+"exit") the other. `nbtrain.cluster.forkserver` is the kernel's side.
 """
 
 from __future__ import annotations
