@@ -44,7 +44,6 @@ class Cell:
         self._publisher = publisher
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._callbacks: list[Callable[[Cell], None]] = []
 
     @property
     def running(self) -> list[int]:
@@ -69,14 +68,6 @@ class Cell:
                 return False
             self._done.wait(left)
         return True
-
-    def when_done(self, callback: Callable[[Cell], None]) -> None:
-        """Call back when every rank has finished, from another thread; at once if they have."""
-        with self._lock:
-            if not self._done.is_set():
-                self._callbacks.append(callback)
-                return
-        callback(self)
 
     def error(self) -> Exception | None:
         """What the notebook raises: the first death, else the errors of the ranks, else nothing."""
@@ -123,10 +114,7 @@ class Cell:
             if self._done.is_set():
                 return
             self.ended = time.monotonic()
-            callbacks, self._callbacks = self._callbacks, []
             self._done.set()
-        for callback in callbacks:
-            callback(self)
 
     def _death(self) -> RankDiedError:
         how = "; ".join(f"rank {rank} died ({text})" for rank, text in sorted(self.deaths.items()))
@@ -142,8 +130,15 @@ class Handle:
     Await it, `wait` for it, ask for its `result`, or `interrupt` it.
     """
 
-    def __init__(self, cell: Cell, interrupt: Callable[[], None], values: Callable[[], list[Any]]) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        watch: Callable[[float | None], bool],
+        interrupt: Callable[[], None],
+        values: Callable[[], list[Any]],
+    ) -> None:
         self._cell = cell
+        self._watch = watch
         self._interrupt = interrupt
         self._values = values
         self._result: list[Any] | None = None
@@ -160,7 +155,7 @@ class Handle:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds; whether the cell has finished. Raises its error."""
-        finished = self._cell.wait(timeout)
+        finished = self._watch(timeout)
         if finished:
             self._cell.output.publish(final=True)
             self._raise()
@@ -188,7 +183,7 @@ class Handle:
         """Call ``show`` each second while the cell runs and once when it has ended, from another thread."""
 
         def watch() -> None:
-            while not self._cell.wait(FOLLOW_S):
+            while not self._watch(FOLLOW_S):
                 show()
             self._cell.output.publish(final=True)
             show()

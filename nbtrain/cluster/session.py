@@ -395,7 +395,7 @@ class Session:
                 raise NotStartedError("the ranks that ran this cell have stopped, and what it gave is gone")
             return self._values(cell)
 
-        return Handle(cell, lambda: supervisor.end(cell), values)
+        return Handle(cell, lambda timeout: supervisor.watch(cell, timeout), lambda: supervisor.end(cell), values)
 
     def _values(self, cell: Cell) -> list[Any]:
         return self._call("take_result", cell.ranks, cell.number)

@@ -39,17 +39,6 @@ def _is_trunk(module: nn.Module) -> bool:
     )
 
 
-def ties(model: nn.Module) -> dict[str, str]:
-    """``{alias: first name}`` of every parameter that has several names."""
-    first: dict[nn.Parameter, str] = {}
-    aliases = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in first:
-            aliases[name] = first[parameter]
-        first.setdefault(parameter, name)
-    return aliases
-
-
 def self_contained(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Those of ``blocks`` that share no parameter with a module outside of themselves.
 

@@ -1,11 +1,9 @@
-"""Measured bytes: what a model and its optimizer hold on this rank, and what the process holds."""
+"""Measured bytes: what a model and its optimizer hold on this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -29,17 +27,6 @@ def model_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
     }
 
 
-def process_bytes() -> dict[str, int]:
-    """Bytes of this process: "rss", "pss" on Linux (shared pages counted by share), "cuda" where a GPU is in use."""
-    measured = {"rss": psutil.Process().memory_info().rss}
-    rollup = Path("/proc/self/smaps_rollup")
-    if rollup.exists():
-        measured["pss"] = _pss(rollup.read_text())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        measured["cuda"] = torch.cuda.memory_allocated()
-    return measured
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -47,8 +34,3 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _state_tensors(optimizer: Optimizer | None) -> Iterable[torch.Tensor]:
     states = [] if optimizer is None else optimizer.state.values()
     return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-
-
-def _pss(rollup: str) -> int:
-    kilobytes = next(line.split()[1] for line in rollup.splitlines() if line.startswith("Pss:"))
-    return int(kilobytes) * 1024

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nbtrain as nt
 from nbtrain.errors import ModelError, PlanError
-from nbtrain.parallel.blocks import repeated_blocks, self_contained, ties
+from nbtrain.parallel.blocks import repeated_blocks, self_contained
 from nbtrain.parallel.layout import layout_of
 from nbtrain.parallel.mesh import build_mesh, data_coordinate
 
@@ -31,9 +31,8 @@ def test_trunks_are_found_by_structure() -> None:
     assert list(repeated_blocks(nn.ModuleDict({"a": models.MLP(), "b": models.MLP()}))) == ["a", "b"]
 
 
-def test_ties_are_found() -> None:
+def test_blocks_that_share_weights_with_others_are_no_units() -> None:
     net = models.Tied()
-    assert ties(net) == {"head.weight": "emb.weight"}
     assert list(self_contained(net, repeated_blocks(net))) == [f"blocks.{index}" for index in range(4)]
     net.blocks[1][1].weight = net.blocks[2][1].weight
     assert list(self_contained(net, repeated_blocks(net))) == ["blocks.0", "blocks.3"]

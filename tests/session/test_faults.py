@@ -151,3 +151,12 @@ def loop(n):
     nb("%%distributed -o left\nimport psutil\ntime.sleep(0.5)\nlen(psutil.Process().children())")
     assert nb.value("left") == [0] * 4
     assert nb("%%distributed\nloop(3)").plain == ["6"]
+
+
+def test_a_rank_that_fails_in_a_cell_that_does_not_block_frees_the_others(nb: Notebook) -> None:
+    nb("%%distributed --no-block --name lost\nif rank == 1: raise ValueError('first')\ndist.barrier()")
+    began = time.monotonic()
+    text = plain(nb("lost.wait(10)").error)
+    assert time.monotonic() - began < 3
+    assert text.startswith("ValueError on rank 1: first")
+    assert "then failed" in text

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nbtrain.telemetry.memory import model_bytes, process_bytes, tensor_bytes
+from nbtrain.telemetry.memory import model_bytes, tensor_bytes
 
 
 def test_a_tensor_that_is_listed_twice_counts_once() -> None:
@@ -19,9 +19,3 @@ def test_a_model_and_its_optimizer() -> None:
     optimizer.step()
     held = model_bytes(net, optimizer)
     assert (held["gradients"], held["optimizer"]) == (112, 2 * 112 + 4 * 4)
-
-
-def test_the_process_holds_something() -> None:
-    held = process_bytes()
-    assert held["rss"] > 10 * 2**20
-    assert held.get("pss", 1) <= held["rss"] * 1.1
