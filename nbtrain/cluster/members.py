@@ -17,6 +17,7 @@ from nbtrain.cluster import launch, runtime
 from nbtrain.cluster.client import CallFailed, RankClient
 from nbtrain.cluster.failures import as_error, death
 from nbtrain.errors import RankDiedError, StartError, UsageError
+from nbtrain.interrupts import uninterrupted
 
 START_TIMEOUT_S = 120.0
 SEED = 0  # rank r's random state starts from SEED + r
@@ -65,7 +66,8 @@ class Members:
         targets = list(ranks)
         client = self._need_client()
         try:
-            answers = [client.call(rank, name, *args, **kwargs) for rank in targets]
+            with uninterrupted():  # ranks may wait for each other in the call
+                answers = [client.call(rank, name, *args, **kwargs) for rank in targets]
         except (TypeError, ValueError, AttributeError, PickleError) as problem:
             raise UsageError(f"{name}: a value cannot be sent to the ranks: {problem}") from problem
         try:

@@ -34,6 +34,7 @@ from nbtrain.errors import (
     StartError,
     UsageError,
 )
+from nbtrain.interrupts import uninterrupted
 from nbtrain.plan import Plan
 
 LISTENED_CELLS = 200  # so many ended cells still show what their threads print
@@ -323,9 +324,10 @@ class Session:
         self._num_cells += 1
         output = CellOutput(targets, sinks.current(), members.folder / f"output-of-cell-{self._num_cells}.txt")
         cell = Cell(targets, output, publisher, self._num_cells, name, label)
-        self._cells.append(cell)
         about = {"number": cell.number, "label": label, "offset": offset, "keep": keep, "ranks": targets}
-        cell.requests = [members.client.execute(rank, source, cell, about) for rank in targets]
+        with uninterrupted():  # a cell that only some ranks got would never end
+            self._cells.append(cell)
+            cell.requests = [members.client.execute(rank, source, cell, about) for rank in targets]
         return cell
 
     def _mend_groups(self) -> None:

@@ -22,9 +22,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.errors import GradientError, ModelError, NbtrainError, SessionError, UsageError
+from nbtrain.interrupts import uninterrupted
 from nbtrain.parallel import gradients, live, shard
 from nbtrain.parallel.batch import Batch
-from nbtrain.parallel.interrupt import uninterrupted
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.phase import Phase, Stage

@@ -13,7 +13,7 @@ from torch import nn
 
 import nbtrain as nt
 from nbtrain.errors import SessionError
-from nbtrain.parallel.interrupt import uninterrupted
+from nbtrain.interrupts import uninterrupted
 from nbtrain.parallel.phase import Phase, Stage
 
 PLANS = [("zero=0", 2), ("zero=2", 2), ("zero=3", 2), ("zero=3,dp_replicate=2", 4), ("zero=3,precision=bf16", 2)]

@@ -1,4 +1,7 @@
-"""A stretch of code that an interrupt does not cut: an optimizer that stepped half of its parameters has no state."""
+"""A stretch of code that an interrupt does not cut.
+
+An optimizer that stepped half of its parameters has no state, and a cell that half of its ranks got has no end.
+"""
 
 from __future__ import annotations
 
