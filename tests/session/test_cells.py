@@ -140,8 +140,8 @@ def test_auto_runs_every_cell_on_the_ranks(nb: Notebook) -> None:
 
 
 def test_a_cell_that_does_not_block(nb: Notebook) -> None:
-    started = nb("%%distributed --no-block --name job\nimport time\ntime.sleep(0.5)\nrank * 2")
-    assert started.seconds < 0.4
+    started = nb("%%distributed --no-block --name job\nimport time\ntime.sleep(2)\nrank * 2")
+    assert started.seconds < 1.5
     busy = nb("%%distributed\n1")
     assert busy.ename == "BusyError"
     assert "'job'" in busy.error
@@ -162,7 +162,7 @@ def test_a_handle_interrupts(nb: Notebook) -> None:
 def test_a_timeout_interrupts(nb: Notebook) -> None:
     output = nb("%%distributed --timeout 0.5\nimport time\ntime.sleep(60)")
     assert output.ename == "CellTimeoutError"
-    assert output.seconds < 3
+    assert output.seconds < 5
     assert nb("%%distributed\n'alive'").plain == ["'alive'"]
 
 

@@ -78,14 +78,14 @@ def plain(text: str) -> str:
 def test_an_error_while_others_wait_in_a_barrier(nb: Notebook) -> None:
     output = nb('%%distributed\nif rank == 1:\n    open("/nonexistent/file")\ndist.barrier()')
     text = plain(output.error)
-    assert output.seconds < 2
+    assert output.seconds < 5
     assert text.startswith("FileNotFoundError on rank 1")
     assert "ranks 0,2-3 then failed at Cell In" in text
 
 
 def test_a_missing_collective_is_interrupted(nb: Notebook) -> None:
     output = run_and_interrupt(nb, "%%distributed\nif rank != 2: dist.all_reduce(torch.ones(1))", after_s=0.5)
-    assert output.seconds < 1
+    assert output.seconds < 5
     assert output.error.splitlines() == ["KeyboardInterrupt: interrupted on ranks 0-3; they kept their state"]
 
 
@@ -105,7 +105,7 @@ if {leavers}:
     raise ValueError("left the loop")
 trainer.step(*batch(0))"""
     output = nb(cell)
-    assert output.seconds < 3
+    assert output.seconds < 5
     assert plain(output.error).startswith("ValueError on rank")
 
 
@@ -116,7 +116,7 @@ def test_training_is_interrupted_anywhere(nb: Notebook, position: int) -> None:
         cell = f"%%distributed\nwhile True: take(trainers[{position}], trainers[{position}].num_steps + 1)"
         output = run_and_interrupt(nb, cell, after_s=0.15 + 0.013 * attempt)
         assert output.ename == "CellInterrupted", output.error
-        assert output.seconds < 2
+        assert output.seconds < 5
     assert nb(f"%%distributed -o steps\ntrainers[{position}].num_steps").status == "ok"
     assert len(set(nb.value("steps"))) == 1
 
@@ -130,7 +130,7 @@ def test_ranks_wait_in_a_cell_that_does_not_block(nb: Notebook) -> None:
     nb("%%distributed --no-block --name stuck\nif rank: dist.barrier()")
     began = time.monotonic()
     output = nb("%distributed interrupt")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     assert re.search("interrupted ranks [01]-3", output.stdout)  # rank 0 may not have ended yet
     assert nb("stuck.wait()").ename == "CellError"
 
@@ -147,7 +147,7 @@ def loop(n):
     return sum(len(batch) for _, batch in zip(range(n), loader))""")
     output = run_and_interrupt(nb, "%%distributed\nloop(32)", after_s=0.6)
     assert output.ename == "CellInterrupted"
-    assert output.seconds < 2
+    assert output.seconds < 5
     nb("%%distributed -o left\nimport psutil\ntime.sleep(0.5)\nlen(psutil.Process().children())")
     assert nb.value("left") == [0] * 4
     assert nb("%%distributed\nloop(3)").plain == ["6"]
@@ -157,6 +157,6 @@ def test_a_rank_that_fails_in_a_cell_that_does_not_block_frees_the_others(nb: No
     nb("%%distributed --no-block --name lost\nif rank == 1: raise ValueError('first')\ndist.barrier()")
     began = time.monotonic()
     text = plain(nb("lost.wait(10)").error)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 5
     assert text.startswith("ValueError on rank 1: first")
     assert "then failed" in text

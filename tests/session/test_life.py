@@ -106,7 +106,7 @@ def test_a_rank_that_dies_is_named_and_the_others_go_on() -> None:
         began = time.monotonic()
         with pytest.raises(RankDiedError, match=r"rank 1 died \(SIGKILL\) .* Rank 0 kept"):
             session.run("import os, signal, time\nif rank: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.2)")
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
         assert session.run("kept", "0") == [5]
         with pytest.raises(RankDiedError, match="restart"):
             session.run("1")
