@@ -21,6 +21,7 @@ FLOOD_CHARS = 5_000_000  # and characters
 TAIL_LINES = 10  # of the spilled lines, these are shown when the cell ends
 TAIL_CHARS = 200  # of each
 PUBLISH_S = 0.05  # between two chunks
+BAR_STREAM = "stdout"  # ranks write bars to stderr, which a notebook shows on red; they are no errors
 BAR_S = 0.2  # between two states of a progress bar
 
 
@@ -112,17 +113,13 @@ class CellOutput:
         self._bar_time = 0.0
         return "\r" + " " * width + "\r"
 
-    def bar_stream(self) -> str | None:
-        """The stream that a bar stands on."""
-        return _shown_on(self._open_bar) if self._open_bar else None
-
     def _publish_bar(self) -> None:
         bar = self.merger.bar()
         now = time.monotonic()
         if bar is None or now - self._bar_time < BAR_S or (self._open_bar and bar.text == self._open_bar.text):
             return
         before = len(self._open_bar.text) if self._open_bar else 0
-        self.sink.stream(_shown_on(bar), "\r" + bar.text.ljust(before))
+        self.sink.stream(BAR_STREAM, "\r" + bar.text.ljust(before))
         self._open_bar, self._bar_time, self.last_bar = bar, now, bar.text
 
 
@@ -143,10 +140,9 @@ class _Chunk:
     def flush(self) -> None:
         if not self.parts:
             return
-        bar_stream = self.output.bar_stream()
         erase = self.output.erase_bar()
-        if erase and bar_stream != self.stream:
-            self.output.sink.stream(bar_stream or "stderr", erase)
+        if erase and self.stream != BAR_STREAM:
+            self.output.sink.stream(BAR_STREAM, erase)
             erase = ""
         self.output.sink.stream(self.stream, erase + "".join(self.parts))
         self.parts.clear()
@@ -227,8 +223,7 @@ class Publisher:
 
 
 def _shown_on(line: Line) -> str:
-    """The stream of the page: bars are written to stderr, which a notebook shows on red, and are no errors."""
-    return "stdout" if line.bar else line.stream
+    return BAR_STREAM if line.bar else line.stream
 
 
 def _portable(data: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
+from nbtrain.plan.footprint import format_bytes
+
 
 @dataclass(frozen=True)
 class Table:
@@ -72,16 +74,7 @@ class Holdings(Table):
         super().__init__(f"What each rank holds under {plan}:", columns, sorted(rows))
 
 
-def size(count: float) -> str:
-    """Bytes for a person."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
-
-
 def _text(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
-        return size(value)
+        return format_bytes(value)
     return f"{value:,}" if isinstance(value, int) else str(value)

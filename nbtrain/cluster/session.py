@@ -21,7 +21,7 @@ from nbtrain.cluster.members import Members
 from nbtrain.cluster.options import Options
 from nbtrain.cluster.output import CellOutput, Publisher
 from nbtrain.cluster.ranks import parse
-from nbtrain.cluster.report import Holdings, Status, size
+from nbtrain.cluster.report import Holdings, Status
 from nbtrain.cluster.supervisor import Supervisor
 from nbtrain.errors import (
     BusyError,
@@ -36,6 +36,7 @@ from nbtrain.errors import (
 )
 from nbtrain.interrupts import uninterrupted
 from nbtrain.plan import Plan
+from nbtrain.plan.footprint import format_bytes
 
 LISTENED_CELLS = 200  # so many ended cells still show what their threads print
 
@@ -428,7 +429,7 @@ class Session:
             "rank": str(rank),
             "device": info["device"],
             "state": state,
-            "memory": "" if used is None else size(used),
+            "memory": "" if used is None else format_bytes(used),
             "pid": str(info["pid"]),
             "host": info["host"],
         }
