@@ -25,7 +25,7 @@ from nbtrain.cluster.ranks import compact
 _FRACTION = re.compile(r"(\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?)|%)")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")  # where an object lies is no difference between ranks
 _PROCESS = re.compile(r"ipykernel_\d+")  # nor which process it is: warnings name its files
-_CHANGING = re.compile(r"[\d.,:?%\s/<|▏▎▍▌▋▊▉█#=>\-]+")
+_CHANGING = re.compile(r"[\d.,:?%\s/<|░▏▎▍▌▋▊▉█#=>\-]+")
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,7 @@ class Line:
 
     @property
     def key(self) -> Hashable:
-        # Bars differ in their times only: what does not change tells which bars are one.
-        return (
-            (self.stream, "bar", _CHANGING.sub(" ", self.text).strip()) if self.bar else (self.stream, _same(self.text))
-        )
+        return (self.stream, "bar", _bar_label(self.text)) if self.bar else (self.stream, _same(self.text))
 
 
 @dataclass(frozen=True)
@@ -221,6 +218,12 @@ def _same(text: str) -> str:
 def _overwritten(text: str) -> str:
     """What a terminal shows of a line with carriage returns."""
     return next((part for part in reversed(text.split("\r")) if part.strip()), "")
+
+
+def _bar_label(bar: str) -> str:
+    """What tells which bars are one: the words before the count. Speed, time and values come and go."""
+    count = _FRACTION.search(bar)
+    return _CHANGING.sub(" ", bar[: count.start()] if count else bar).strip()
 
 
 def _fraction(bar: str) -> float:

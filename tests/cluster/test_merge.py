@@ -85,6 +85,15 @@ def test_a_finished_bar_waits_for_the_slowest_rank() -> None:
     assert len(show(merger, now=5.0)) == 1
 
 
+def test_a_bar_is_one_bar_though_its_words_come_and_go() -> None:
+    merger = Merger(range(2), hold_s=0.1)
+    merger.text(1, "stderr", "\r███░ 3/4  3.9 it/s  0:01 left", now=0.0)
+    merger.text(0, "stderr", "\r████ 4/4  loss 2.5  4.0 it/s  0:01\n", now=0.0)
+    assert show(merger, now=5.0) == []
+    merger.text(1, "stderr", "\r████ 4/4  loss 2.5  3.0 it/s  0:02\n", now=5.0)
+    assert len(show(merger, now=5.0)) == 1
+
+
 def test_a_bar_is_shown_once_from_the_slowest_rank() -> None:
     merger = Merger(range(2))
     merger.text(0, "stderr", "\r  50%|#####     | 5/10 [00:01<00:01]", now=0.0)
