@@ -1,0 +1,83 @@
+"""Ranks of which one is killed, and a new process that takes its place: what the session does, without a notebook.
+
+The groups are formed as `nbtrain.engine.groups` forms them: under a new generation, all of them, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed import distributed_c10d as c10d
+
+from nbtrain.parallel import live, mesh
+
+_TIMEOUT = timedelta(seconds=60)
+_new_group: Any = c10d._new_group_with_tag
+
+
+class Life:
+    """This process's part: which rank it is, and the groups that it formed."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self._folder, self.rank, self.world_size = folder, rank, world_size
+        self._formed: list[Any] = []
+        c10d._new_group_with_tag = self._form
+
+    def _form(self, *args: Any, **options: Any) -> Any:
+        self._formed.append((args, options))
+        return _new_group(*args, **options)
+
+    def join(self, generation: int) -> None:
+        """Form the default group."""
+        store = dist.FileStore(str(self._folder / str(generation)), self.world_size)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=_TIMEOUT)
+
+    def rejoin(self, generation: int, newcomers: tuple[int, ...]) -> None:
+        """Form all groups again, with a newcomer that has formed none yet. Collective."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.join(generation)
+        survivor = next(rank for rank in range(self.world_size) if rank not in newcomers)
+        recipe = [(self._formed, mesh.constructions())]
+        dist.broadcast_object_list(recipe, survivor)
+        self._formed, constructions = recipe[0]
+        for args, options in self._formed:
+            _new_group(*args, **options)
+        if self.rank in newcomers:
+            mesh.adopt(constructions)
+        live.rebind(newcomers)
+
+
+def die() -> None:
+    """As by the OOM killer."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_lives(
+    live_on: Callable[[Life], Any], begin: Callable[[Life], Any], world_size: int, dying: tuple[int, ...]
+) -> list[Any]:
+    """``live_on`` on ranks of which those ``dying`` kill themselves, ``begin`` on the processes in their place.
+
+    Returns what each returned: by rank, then the newcomers. Both form generation 1 by themselves, when they know.
+    """
+
+    def on_process(folder: Path) -> Any:
+        number = int(os.environ["RANK"])
+        if number < world_size:
+            life = Life(folder, number, world_size)
+            life.join(0)
+            return live_on(life)
+        torch.manual_seed(77)
+        return begin(Life(folder, dying[number - world_size], world_size))
+
+    with tempfile.TemporaryDirectory(prefix="lives-") as folder:
+        return run_ranks(on_process, world_size + len(dying), Path(folder), group=False, mortal=dying)
