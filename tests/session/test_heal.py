@@ -127,6 +127,7 @@ def test_the_second_interrupt_replaces_what_nothing_reaches(nb: Notebook) -> Non
 
 def test_the_verb_interrupts_harder_the_second_time(nb: Notebook) -> None:
     nb("%%distributed --no-block --name deaf\nif rank == 1: sum(range(10**13))\ndist.barrier()")
+    time.sleep(0.7)  # rank 1 shall hold its interpreter by now
     assert "interrupted ranks" in nb("%distributed interrupt").stdout
     assert "type %distributed interrupt again to replace it" in nb("%%distributed\n1").error
     assert "rank 1 was replaced" in nb("%distributed interrupt").stdout
