@@ -1,0 +1,2 @@
+def heal(namespace, newcomers):
+    return {"healed": [], "lost": {}, "missing": []}
