@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed import distributed_c10d as c10d
 
+from nbtrain.engine import wires
 from nbtrain.parallel import live, mesh
 
 _TIMEOUT = timedelta(seconds=60)
@@ -34,24 +35,30 @@ class Life:
 
     def _form(self, *args: Any, **options: Any) -> Any:
         self._formed.append((args, options))
-        return _new_group(*args, **options)
+        with wires.recorded():
+            return _new_group(*args, **options)
 
     def join(self, generation: int) -> None:
         """Form the default group."""
         store = dist.FileStore(str(self._folder / str(generation)), self.world_size)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=_TIMEOUT)
+        options = {"store": store, "rank": self.rank, "world_size": self.world_size, "timeout": _TIMEOUT}
+        with wires.recorded():
+            dist.init_process_group("gloo", **options)
 
     def rejoin(self, generation: int, newcomers: tuple[int, ...]) -> None:
         """Form all groups again, with a newcomer that has formed none yet. Collective."""
+        wires.cut()  # frees ranks that wait for this one: models hold on to groups that are destroyed
         if dist.is_initialized():
             dist.destroy_process_group()
+        wires.forget()
         self.join(generation)
         survivor = next(rank for rank in range(self.world_size) if rank not in newcomers)
         recipe = [(self._formed, mesh.constructions())]
         dist.broadcast_object_list(recipe, survivor)
         self._formed, constructions = recipe[0]
         for args, options in self._formed:
-            _new_group(*args, **options)
+            with wires.recorded():
+                _new_group(*args, **options)
         if self.rank in newcomers:
             mesh.adopt(constructions)
         live.rebind(newcomers)
