@@ -44,6 +44,8 @@ class Life:
         options = {"store": store, "rank": self.rank, "world_size": self.world_size, "timeout": _TIMEOUT}
         with wires.recorded():
             dist.init_process_group("gloo", **options)
+        # who leaves at once would cut off those that still connect
+        dist.barrier()
 
     def rejoin(self, generation: int, newcomers: tuple[int, ...]) -> None:
         """Form all groups again, with a newcomer that has formed none yet. Collective."""
@@ -70,12 +72,17 @@ def die() -> None:
 
 
 def run_lives(
-    live_on: Callable[[Life], Any], begin: Callable[[Life], Any], world_size: int, dying: tuple[int, ...]
+    live_on: Callable[[Life], Any], begin: Callable[..., Any], world_size: int, dying: tuple[int, ...]
 ) -> list[Any]:
     """``live_on`` on ranks of which those ``dying`` kill themselves, ``begin`` on the processes in their place.
 
-    Returns what each returned: by rank, then the newcomers. Both form generation 1 by themselves, when they know.
+    They form the further generations themselves, when they know. A rank that is named twice dies twice: its first
+    newcomer, too, and ``begin`` gets the generation in which it begins as well.
+
+    Returns:
+        What each returned: by rank, then the newcomers; None for those that died.
     """
+    one_by_one = len(set(dying)) < len(dying)
 
     def on_process(folder: Path) -> Any:
         number = int(os.environ["RANK"])
@@ -84,7 +91,12 @@ def run_lives(
             life.join(0)
             return live_on(life)
         torch.manual_seed(77)
-        return begin(Life(folder, dying[number - world_size], world_size))
+        index = number - world_size
+        life = Life(folder, dying[index], world_size)
+        return begin(life, index + 1) if one_by_one else begin(life)
 
+    again = [world_size + index for index, rank in enumerate(dying) if rank in dying[index + 1 :]]
     with tempfile.TemporaryDirectory(prefix="lives-") as folder:
-        return run_ranks(on_process, world_size + len(dying), Path(folder), group=False, mortal=dying)
+        return run_ranks(
+            on_process, world_size + len(dying), Path(folder), group=False, mortal=(*dying, *again), timeout=100.0
+        )

@@ -82,12 +82,13 @@ def find_belongings(namespace: dict[str, Any]) -> Belongings:
     """What the names of a namespace hold. Trainers that have lost something are left out."""
     found = Belongings()
     steppers = {id(stepper): number for number, stepper in live.resumables().items()}
-    trainers = [value for value in namespace.values() if isinstance(value, Trainer) and not value._stepper.lost]
-    for trainer in trainers:
+    # ranks may have bound the names in another order; IPython binds some with an underscore
+    named = [value for name, value in sorted(namespace.items()) if not name.startswith("_")]
+    for trainer in (value for value in named if isinstance(value, Trainer) and not value._stepper.lost):
         found.trainers.setdefault(steppers[id(trainer._stepper)], trainer)
     for number, trainer in sorted(found.trainers.items()):
         _add_model(found, ("trainer", number), trainer.model)
-    for name, value in sorted(namespace.items()):  # ranks may have bound them in another order
+    for name, value in sorted(namespace.items()):
         if isinstance(value, nn.Module) and not name.startswith("_"):
             _add_model(found, ("name", name), value)
     return found

@@ -37,7 +37,6 @@ _ELEMENTWISE = (
     optim.Adagrad,
     optim.Adadelta,
     optim.RMSprop,
-    optim.Rprop,
     optim.ASGD,
 )
 
@@ -184,7 +183,9 @@ class Mirror:
         return (torch.zeros_like(shard) if parameter.grad is None else local(parameter.grad)).flatten()
 
     def _mark(self) -> _Mark:
-        return _Mark([parameter._version + local(parameter)._version for parameter in self._own], self._optimizer.state)
+        versions = [parameter._version + local(parameter)._version for parameter in self._own]
+        groups = [len(group["params"]) for group in self._optimizer.param_groups]
+        return _Mark([*versions, *groups], self._optimizer.state)
 
     @property
     def _num_elements(self) -> int:
@@ -201,7 +202,7 @@ class Mirror:
 
 
 class _Mark:
-    """What changes when somebody sets weights, or gives the optimizer another state."""
+    """What changes when somebody sets weights, or gives the optimizer another state or other parameters."""
 
     def __init__(self, versions: list[int], state: Any) -> None:
         self._versions, self._state = versions, state

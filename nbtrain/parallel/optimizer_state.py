@@ -25,7 +25,7 @@ def portable_state(optimizer: Optimizer) -> Portable:
     """The state, this rank's shards of what is sharded. Copies nothing.
 
     Raises:
-        OptimizerError: It is not by parameter, or laid out in another way than these.
+        OptimizerError: It is not by parameter, laid out in another way than these, or of other things than tensors.
     """
     parameters = held(optimizer)
     if len(optimizer.state) > sum(parameter in optimizer.state for parameter in parameters):
@@ -50,8 +50,10 @@ def take_state(optimizer: Optimizer, state: Portable, device: str | None = None)
 
 
 def _portable(key: str, value: Any, parameter: torch.Tensor) -> tuple[str, Any, str]:
-    if not isinstance(value, torch.Tensor):
+    if isinstance(value, (bool, int, float, complex, str, type(None))):
         return WHOLE, value, ""
+    if not isinstance(value, torch.Tensor):
+        raise OptimizerError(f"state '{key}' is a {type(value).__name__}, neither a tensor nor a number")
     if not isinstance(value, DTensor):
         return WHOLE, value, value.device.type
     if not isinstance(parameter, DTensor) or (value.shape, value.placements) != (parameter.shape, parameter.placements):
