@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -51,10 +52,11 @@ class Request:
     threads: int
     backend: str
 
-    def environment(self, rank: int, store_port: int) -> dict[str, str]:
-        """torchrun's variables for ``rank`` on this host."""
+    def environment(self, rank: int, store_port: int, runtime: Path) -> dict[str, str]:
+        """torchrun's variables for ``rank`` on this host, and where it leaves its trail."""
         return {
             **self.common_environment(),
+            "NBTRAIN_TRAIL": str(runtime / f"rank-{rank}.trail"),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "GROUP_RANK": "0",
@@ -77,6 +79,10 @@ class Request:
         }
 
 
+# rank, and its process's exit code where that is known
+OnExit = Callable[[int, int | None], None]
+
+
 class ForkUnsafe(StartError):
     """The fork server cannot fork engines; they can be spawned."""
 
@@ -88,25 +94,31 @@ class Launch(Protocol):
 
     def connection_info(self) -> dict[str, Any]: ...
 
+    def require_replaceable(self) -> None:
+        """Raises StartError where ranks cannot be replaced one by one."""
+
+    def replace(self, rank: int) -> None:
+        """Start a process in the place of one that has ended."""
+
     def processes(self) -> dict[int, psutil.Process]: ...
 
     def stop(self) -> None: ...
 
 
-def start(launcher: str, request: Request, runtime: Path, on_exit: Callable[[int, int], None]) -> Launch:
+def start(launcher: str, request: Request, runtime: Path, on_exit: OnExit) -> Launch:
     """Start by ``launcher``: "local" forks where that is safe and spawns elsewhere.
 
-    ``on_exit(rank, code)`` is called when a rank's process ends, from another thread.
+    ``on_exit(rank, code)`` is called when a rank's process ends, from another thread; None is a code that is not known.
     """
     if launcher == "local" and sys.platform == "linux":
         return ForkLaunch(request, runtime, on_exit)
-    return ClusterLaunch("local" if launcher == "spawn" else launcher, request, runtime)
+    return ClusterLaunch("local" if launcher == "spawn" else launcher, request, runtime, on_exit)
 
 
 class ForkLaunch:
     """Engines forked from a server that has imported torch. The controller starts while it imports."""
 
-    def __init__(self, request: Request, runtime: Path, on_exit: Callable[[int, int], None]) -> None:
+    def __init__(self, request: Request, runtime: Path, on_exit: OnExit) -> None:
         self._on_exit = on_exit
         self._runtime = runtime
         self._ranks: dict[int, Future[int]] = {}
@@ -126,15 +138,21 @@ class ForkLaunch:
             raise ForkUnsafe("importing torch initialised CUDA, so engines cannot be forked; type --launcher spawn")
         port_file = self._runtime / "store-port"
         self._server.fork("store", "nbtrain.engine.store:serve", str(port_file))
-        port = int(_wait_for(port_file, self._server.check).read_text())
+        self._store_port = int(_wait_for(port_file, self._server.check).read_text())
         for rank in range(self._request.num_ranks):
-            env = {
-                **self._request.environment(rank, port),
-                "IPP_CONNECTION_INFO": json.dumps(self._info["engine"]),
-                "IPP_PROFILE_DIR": str(self._runtime),
-            }
-            argv = [*_profile_args(self._runtime), *ENGINE_ARGS, "--IPEngine.max_heartbeat_misses=0"]
-            self._ranks[rank] = self._server.fork(f"rank-{rank}", "nbtrain.engine.app:run", argv, env=env)
+            self.replace(rank)
+
+    def require_replaceable(self) -> None:
+        """Forked ranks are."""
+
+    def replace(self, rank: int) -> None:
+        env = {
+            **self._request.environment(rank, self._store_port, self._runtime),
+            "IPP_CONNECTION_INFO": json.dumps(self._info["engine"]),
+            "IPP_PROFILE_DIR": str(self._runtime),
+        }
+        argv = [*_profile_args(self._runtime), *ENGINE_ARGS, "--IPEngine.max_heartbeat_misses=0"]
+        self._ranks[rank] = self._server.fork(f"rank-{rank}", "nbtrain.engine.app:run", argv, env=env)
 
     def connection_info(self) -> dict[str, Any]:
         return self._info["client"]
@@ -160,9 +178,11 @@ class ForkLaunch:
 class ClusterLaunch:
     """Engines by one of ipyparallel's launchers."""
 
-    def __init__(self, launcher: str, request: Request, runtime: Path) -> None:
+    def __init__(self, launcher: str, request: Request, runtime: Path, on_exit: OnExit) -> None:
         self._request = request
         self._runtime = runtime
+        self._on_exit = on_exit
+        self._local = launcher == "local"
         self._store: subprocess.Popen[bytes] | None = None
         environment = request.common_environment()
         port = self._serve_store(runtime, environment)
@@ -172,7 +192,7 @@ class ClusterLaunch:
         config.LocalEngineSetLauncher.delay = 0
         self._cluster = ipp.Cluster(
             n=request.num_ranks,
-            engines=_RankLauncher.bind(request, port) if launcher == "local" else launcher,
+            engines=_RankLauncher.bind(request, port, runtime) if self._local else launcher,
             controller_args=CONTROLLER_ARGS,
             cluster_id=CLUSTER_ID,
             profile_dir=str(runtime),
@@ -203,14 +223,56 @@ class ClusterLaunch:
     def start_engines(self) -> None:
         """Start the controller and the engines."""
         self._cluster.start_cluster_sync()
+        for rank in self.processes():
+            self._report_exit(rank)
+
+    def require_replaceable(self) -> None:
+        if not self._local:
+            raise StartError(
+                "ranks that another launcher has started cannot be replaced one by one; type %distributed restart, "
+                "which loses what they hold"
+            )
+
+    def replace(self, rank: int) -> None:
+        engines = self._engine_set()
+        # a fresh name: the late stop of the dead one would remove the new one
+        name = f"{rank}-{time.monotonic_ns()}"
+        engine = engines.launcher_class(
+            work_dir=engines.work_dir,
+            parent=engines,
+            log=engines.log,
+            profile_dir=engines.profile_dir,
+            cluster_id=engines.cluster_id,
+            environment=engines.environment,
+            identifier=name,
+            output_file=str(self._runtime / f"rank-{name}.log"),
+        )
+        engine.engine_cmd, engine.engine_args = list(engines.engine_cmd), list(engines.engine_args)
+        engines.launchers[name] = engine
+        engine.on_stop(engines._notice_engine_stopped)
+        engine.start()
+        self._report_exit(rank)
+
+    def _report_exit(self, rank: int) -> None:
+        """Call back when the process that is ``rank`` now has ended: without a nanny ipyparallel does not say so."""
+        process = self.processes()[rank]
+
+        def wait() -> None:
+            # ipyparallel waits for it too, and only one of us learns how it ended
+            self._on_exit(rank, process.wait())
+
+        threading.Thread(target=wait, name=f"nbtrain-rank-{rank}", daemon=True).start()
+
+    def _engine_set(self) -> Any:
+        return next(iter(self._cluster.engines.values()))
 
     def connection_info(self) -> dict[str, Any]:
         return _read_connection_files(self._runtime, self._check_store)["client"]
 
     def processes(self) -> dict[int, psutil.Process]:
-        engines = next(iter(self._cluster.engines.values()))
-        launchers = getattr(engines, "launchers", {})
-        return {int(i): one.process for i, one in launchers.items() if one.process.is_running()}
+        launchers = getattr(self._engine_set(), "launchers", {})
+        alive = {name: one.process for name, one in launchers.items() if one.process and one.process.is_running()}
+        return {rank_of(name): process for name, process in alive.items()} if self._local else {}
 
     def stop(self) -> None:
         self._cluster.stop_cluster_sync()
@@ -222,12 +284,17 @@ class _RankLauncher(LocalEngineSetLauncher):
     """ipyparallel's local launcher, with torchrun's variables for each engine."""
 
     @classmethod
-    def bind(cls, request: Request, port: int) -> type[_RankLauncher]:
+    def bind(cls, request: Request, port: int, runtime: Path) -> type[_RankLauncher]:
         class Engine(LocalEngineLauncher):
             def get_env(self) -> dict[str, str]:
-                return {**super().get_env(), **request.environment(int(self.identifier), port)}
+                return {**super().get_env(), **request.environment(rank_of(self.identifier), port, runtime)}
 
         return type("RankEngineSetLauncher", (cls,), {"launcher_class": Engine})
+
+
+def rank_of(identifier: Any) -> int:
+    """The rank of a local launcher's engine: "2", or "2-1" for the first that took its place."""
+    return int(str(identifier).partition("-")[0])
 
 
 def _controller_argv(runtime: Path) -> list[str]:
