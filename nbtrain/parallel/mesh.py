@@ -14,6 +14,7 @@ with these axes as digits.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from nbtrain.errors import ModelError
 from nbtrain.parallel.adoption import FLAT, Construction, adopted, describe, refresh
 from nbtrain.plan import Plan
 from nbtrain.plan.degrees import AXES
@@ -101,6 +103,24 @@ def _mesh(world: dist.ProcessGroup, device_type: str, shape: tuple[int, ...]) ->
     return built.mesh
 
 
+def is_shared(mesh: DeviceMesh | None) -> bool:
+    """Whether `build_mesh` made it, so that a rank which takes a dead one's place has it too."""
+    return any(built.mesh is mesh for key, built in _meshes.items() if key.at_home)
+
+
+def standing_mesh(plan: Plan) -> DeviceMesh:
+    """The mesh of ``plan`` that is there already. Moves nothing.
+
+    Raises:
+        ModelError: There is none.
+    """
+    shape = tuple(plan.resolve(world_size()).degrees.values())
+    built = _meshes.get(Key(True, default_device_type(), shape))
+    if built is None:
+        raise ModelError(f"this rank has no mesh of {shape}")
+    return built.mesh
+
+
 def constructions() -> list[Construction]:
     """What a rank that takes a dead one's place needs to know of this rank's meshes; picklable."""
     return [built.construction for key, built in _meshes.items() if key.at_home]
@@ -169,6 +189,19 @@ def _flat(mesh: DeviceMesh) -> tuple[str, ...]:
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """What FSDP shards over: one axis, or two with replicas (HSDP)."""
     return mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
+
+
+def replicas(plan: Plan, of_rank: int) -> list[int]:
+    """The ranks that hold what ``of_rank`` holds of a model, itself among them.
+
+    Args:
+        plan: Resolved.
+        of_rank: In ``range(plan.world_size)``.
+    """
+    ranks = torch.arange(math.prod(plan.degrees.values())).view(tuple(plan.degrees.values()))
+    pp, _, shard, tp = (int(index) for index in (ranks == of_rank).nonzero()[0])
+    alike = ranks[pp, :, shard, tp] if plan.shards_parameters else ranks[pp, :, :, tp].flatten()
+    return [int(rank) for rank in alike]
 
 
 def data_coordinate(plan: Plan, of_rank: int) -> int:

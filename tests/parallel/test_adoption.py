@@ -24,6 +24,7 @@ def build_all() -> list[object]:
 def test_a_newcomer_has_the_meshes_of_the_others(dying: int) -> None:
     def survive(life: Life) -> list[str]:
         build_all()
+        dist.barrier()
         if life.rank == dying:
             die()
         life.rejoin(1, (dying,))
@@ -78,6 +79,7 @@ def test_a_mesh_that_one_rank_did_not_finish_is_made_again_on_all() -> None:
         first = build_mesh(nt.Plan(dp_replicate=2))
         if life.rank == 1:
             mesh._meshes.clear()  # as if it had been cut off on its last line
+        dist.barrier()
         life.rejoin(1, ())
         again = build_mesh(nt.Plan(dp_replicate=2))
         dist.barrier(data_mesh(again).get_group())
@@ -89,12 +91,14 @@ def test_a_mesh_that_one_rank_did_not_finish_is_made_again_on_all() -> None:
 def test_meshes_on_groups_of_a_cell_are_forgotten_with_them() -> None:
     def survive(life: Life) -> list[bool]:
         home = build_mesh(nt.Plan())
+        dist.barrier()
         dist.destroy_process_group()
         life.join(1)  # a cell forms its own
         foreign = build_mesh(nt.Plan())
         assert foreign is not home
         assert build_mesh(nt.Plan()) is foreign
         life._formed = life._formed[: len(life._formed) // 2]
+        dist.barrier()
         life.rejoin(2, ())
         return [build_mesh(nt.Plan()) is home, build_mesh(nt.Plan()) is foreign]
 
