@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -97,6 +98,20 @@ class Members:
             return self._need_client().ask(rank, name, **args).result(timeout)
         except (TimeoutError, OSError, RuntimeError):
             return None
+
+    def ask_each(self, name: str, timeout: float) -> dict[int, Any]:
+        """Ask every rank's control thread at once; the answers by rank, of those that come within ``timeout`` s."""
+        client = self._need_client()
+        deadline = time.monotonic() + timeout
+        asked = {}
+        for rank in set(range(self.world_size)) - set(self.dead):
+            with contextlib.suppress(KeyError, OSError, RuntimeError):  # it ends just now
+                asked[rank] = client.ask(rank, name)
+        answers = {}
+        for rank, answer in asked.items():
+            with contextlib.suppress(TimeoutError, OSError, RuntimeError):
+                answers[rank] = answer.result(max(deadline - time.monotonic(), 0))
+        return answers
 
     def signal(self, rank: int, number: int) -> None:
         """Signal a rank's process: ours by pid and create time, another host's through ipyparallel."""

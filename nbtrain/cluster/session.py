@@ -13,10 +13,11 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbtrain.cluster import sinks
+from nbtrain.cluster import hang, sinks
 from nbtrain.cluster.cell import Cell, Handle
 from nbtrain.cluster.client import Bound
 from nbtrain.cluster.failures import ranks_text
+from nbtrain.cluster.hang import Where
 from nbtrain.cluster.members import Members
 from nbtrain.cluster.options import Options
 from nbtrain.cluster.output import CellOutput, Publisher
@@ -283,6 +284,13 @@ class Session:
             return Status("no ranks run; type %distributed start -n 4", [])
         busy = self._busy()
         return Status(self.headline(), [self._row(info, busy.get(info["rank"])) for info in self._members.info])
+
+    def where(self) -> Where:
+        """Where every rank is now, and which collective it waits in: while cells run, and also if ranks are stuck."""
+        if self._members is None:
+            return Where("no ranks run; type %distributed start -n 4", (), [])
+        self._busy()
+        return hang.where(self._members, self.headline(), self._cells)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -260,8 +260,8 @@ def complete(kernel: RankKernel, code: str, cursor: int) -> dict[str, Any]:
 
 
 def where(kernel: RankKernel) -> dict[str, Any]:
-    """The line that the main thread runs now."""
-    return tracebacks.current_line()
+    """The line that the main thread runs now, and the collectives that it waits in."""
+    return {**tracebacks.current_line(), "pending": recorder.pending(), "activity": ""}
 
 
 def free(kernel: RankKernel) -> bool:

@@ -28,6 +28,15 @@ _LIBRARIES = tuple(
         )
     }
 )
+_SPOTS = tuple(
+    (str(Path(*file.split("/"))), function, name)
+    for file, function, name in (
+        ("torch/utils/data/dataloader.py", "__next__", "next(loader)"),
+        ("nbtrain/parallel/trainer.py", "step", "Trainer.step"),
+        ("nbtrain/parallel/trainer.py", "evaluate", "Trainer.evaluate"),
+        ("torch/autograd/__init__.py", "backward", "backward"),
+    )
+)
 MAX_MESSAGE = 4000  # characters of an exception's text
 
 # What the notebook calls a cell's file, and by how many lines its own first line precedes the code that was sent.
@@ -47,11 +56,47 @@ def describe(error: BaseException, *, consequence: bool = False) -> dict[str, An
 
 
 def current_line() -> dict[str, Any]:
-    """The innermost line of the cell that the main thread runs, and the innermost line of all."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = [_frame(f.f_code.co_filename, n, f.f_code.co_name) for f, n in _stack(frame)]
-    cell = next((f for f in frames if f["kind"] == "cell"), None)
-    return {"cell": cell, "inner": frames[0] if frames else None}
+    """Where the main thread is.
+
+    ``cell`` is the innermost line of a cell, ``user`` that of the user's own files if it is further in, ``inner`` the
+    innermost of all, ``spot`` what is called there that a person knows by name.
+    """
+    stack = _stack(_main_frame())
+    kinds = [_kind(frame.f_code.co_filename) for frame, _ in stack]
+    first_cell = kinds.index("cell") if "cell" in kinds else len(stack)
+    own = kinds.index("user") if "user" in kinds[:first_cell] else None
+    spots = (_spot(frame) for frame, _ in stack[:first_cell])
+    return {
+        "cell": _placed(stack[first_cell]) if "cell" in kinds else None,
+        "user": _placed(stack[own]) if own is not None else None,
+        "inner": _placed(stack[0]) if stack else None,
+        "spot": next((spot for spot in spots if spot), ""),
+    }
+
+
+def called_in(file: str, *wrappers: str) -> str:
+    """The function of ``file`` that the main thread called, perhaps through ``wrappers``, if it is still in there."""
+    called = ""
+    frame = _main_frame()
+    while frame is not None and frame.f_code.co_filename in (file, *wrappers):
+        if frame.f_code.co_filename == file:
+            called = frame.f_code.co_name
+        frame = frame.f_back
+    return called
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _spot(frame: FrameType) -> str:
+    """``next(loader)``, for instance; empty for what has no such name."""
+    code = frame.f_code
+    return next((name for file, function, name in _SPOTS if code.co_name == function and file in code.co_filename), "")
+
+
+def _placed(entry: tuple[FrameType, int]) -> dict[str, Any]:
+    return _frame(entry[0].f_code.co_filename, entry[1], entry[0].f_code.co_name)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

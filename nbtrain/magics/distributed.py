@@ -134,6 +134,10 @@ class DistributedMagics(Magics):
         busy = sessions.session().interrupt(ranks)
         print(f"interrupted {ranks_text(busy)}" if busy else "no rank runs a cell")
 
+    def _where(self, words: list[str]) -> None:
+        parse.Parser("%distributed where").parse(words)
+        sessions.current_or_new().where().show()
+
     def _push(self, words: list[str]) -> None:
         names, ranks = parse.rank_option("push", words)
         if not names:
