@@ -34,11 +34,13 @@ from nbtrain.errors import (
     SessionError,
     StartError,
     UsageError,
+    nearest,
 )
 from nbtrain.interrupts import uninterrupted
 from nbtrain.plan import Plan
 from nbtrain.plan.footprint import format_bytes
 
+GUARD_MODES = ("cells", "on", "off")
 LISTENED_CELLS = 200  # so many ended cells still show what their threads print
 
 _current: Session | None = None
@@ -291,6 +293,17 @@ class Session:
             return Where("no ranks run; type %distributed start -n 4", (), [])
         self._busy()
         return hang.where(self._members, self.headline(), self._cells)
+
+    def guard(self, mode: str) -> None:
+        """Compare what ranks are about to call before each collective: "cells" (what cells call), "on" (all), "off".
+
+        Raises:
+            UsageError: another mode.
+        """
+        if mode not in GUARD_MODES:
+            raise UsageError(f"guard {mode!r}: {nearest(mode, GUARD_MODES)}")
+        self._ready()
+        self._call("set_guard", range(self.world_size), mode)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 
-from nbtrain.engine import groups
+from nbtrain.engine import groups, guard
 from nbtrain.engine.values import portable
 from nbtrain.errors import UsageError, nearest
 from nbtrain.parallel import cell
@@ -34,6 +34,11 @@ def num_formed(ns: dict[str, Any]) -> int:
 def rejoin(ns: dict[str, Any], generation: str, num_groups: int) -> None:
     """See `nbtrain.engine.groups.rejoin`."""
     groups.rejoin(generation, num_groups)
+
+
+def set_guard(ns: dict[str, Any], mode: str) -> None:
+    """See `nbtrain.engine.guard.set_mode`."""
+    guard.set_mode(mode)
 
 
 def push(ns: dict[str, Any], name: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from IPython.core.error import UsageError as MagicUsageError
 from traitlets import Any as AnyTrait
 from traitlets import Type
 
-from nbtrain.engine import groups, recorder, tracebacks
+from nbtrain.engine import groups, guard, recorder, tracebacks
 from nbtrain.errors import UsageError
 from nbtrain.parallel import cell
 
@@ -261,7 +261,7 @@ def complete(kernel: RankKernel, code: str, cursor: int) -> dict[str, Any]:
 
 def where(kernel: RankKernel) -> dict[str, Any]:
     """The line that the main thread runs now, and the collectives that it waits in."""
-    return {**tracebacks.current_line(), "pending": recorder.pending(), "activity": ""}
+    return {**tracebacks.current_line(), "pending": recorder.pending(), "activity": "guard" if guard.waiting() else ""}
 
 
 def free(kernel: RankKernel) -> bool:

@@ -62,7 +62,7 @@ def current_line() -> dict[str, Any]:
     innermost of all, ``spot`` what is called there that a person knows by name.
     """
     stack = _stack(_main_frame())
-    kinds = [_kind(frame.f_code.co_filename) for frame, _ in stack]
+    kinds = [kind(frame.f_code.co_filename) for frame, _ in stack]
     first_cell = kinds.index("cell") if "cell" in kinds else len(stack)
     own = kinds.index("user") if "user" in kinds[:first_cell] else None
     spots = (_spot(frame) for frame, _ in stack[:first_cell])
@@ -149,14 +149,14 @@ def _text(error: BaseException) -> str:
 
 
 def _frame(file: str, line_number: int, function: str) -> dict[str, Any]:
-    kind = _kind(file)
+    whose = kind(file)
     label, offset = CELLS.get(file, ("", 0))
-    around = range(line_number - 1, line_number + 2) if kind != "library" else (line_number,)
+    around = range(line_number - 1, line_number + 2) if whose != "library" else (line_number,)
     return {
         "file": file,
         "number": line_number,
         "function": function,
-        "kind": kind,
+        "kind": whose,
         "cell": label,
         "offset": offset,
         "line": linecache.getline(file, line_number).rstrip(),
@@ -164,7 +164,8 @@ def _frame(file: str, line_number: int, function: str) -> dict[str, Any]:
     }
 
 
-def _kind(file: str) -> str:
+def kind(file: str) -> str:
+    """Whose code a file is: "cell", "user" or "library"."""
     if _CELL_FILE.search(file):
         return "cell"
     return "library" if file.startswith(_LIBRARIES) or file.startswith("<") else "user"

@@ -138,6 +138,12 @@ class DistributedMagics(Magics):
         parse.Parser("%distributed where").parse(words)
         sessions.current_or_new().where().show()
 
+    def _guard(self, words: list[str]) -> None:
+        if len(words) != 1:
+            raise UsageError("type %distributed guard on, guard off, or guard cells, which is the default")
+        sessions.current_or_new().guard(words[0])
+        print(f"guard: {words[0]}")
+
     def _push(self, words: list[str]) -> None:
         names, ranks = parse.rank_option("push", words)
         if not names:

@@ -40,6 +40,7 @@ Verbs of %distributed
     restart [options of start]   end them and start again; what they held is lost
     interrupt [-r RANKS]  stop what they run, as Ctrl-C would
     where                 each rank's line and the collective that it waits in, also while ranks are busy or stuck
+    guard cells|on|off    compare what ranks call before a collective: in cells (the default), everywhere, or never
     push NAMES [-r RANKS]        names of the notebook go to the ranks
     pull NAMES [-r RANKS]        names of the ranks come to the notebook, each a list by rank
     auto on|off           run every cell on the ranks; one that begins with %%local runs in the notebook
