@@ -15,6 +15,7 @@ from nbtrain.cluster.report import Table
 ASK_S = 0.15  # a rank that has not answered by then holds the interpreter, or does not run at all
 
 # One collective has several names: gloo makes a reduce-scatter of an all-reduce, and objects travel in tensors.
+_KINDS = {"reduce_scatter": "allreduce", "send": "message", "recv": "message"}
 _SUFFIXES = ("_object_list", "_into_tensor", "_object", "_tensor", "_single", "_list", "_base")
 
 
@@ -34,7 +35,7 @@ class Wait:
         """What must be the same on all ranks of the group."""
         name = self.op.removeprefix("_")
         name = next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), name)
-        return "all_reduce" if name == "reduce_scatter" else name.replace("_", "")
+        return _KINDS.get(name, name.replace("_", ""))
 
     @property
     def text(self) -> str:
@@ -194,7 +195,7 @@ def _in_progress(ranks: Sequence[int], waits: _Waits) -> bool:
     return len(waits) == len(ranks) and len(alike) == 1
 
 
-_SAME_SHAPES = ("all_reduce", "broadcast", "reduce")
+_SAME_SHAPES = ("allreduce", "broadcast", "reduce")
 
 
 def _diagnose_group(ranks: tuple[int, ...], waits: _Waits, looks: Mapping[int, Look]) -> list[str]:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 Arguments = Mapping[str, Any]
 
-_SAME = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}  # new names
+# Old names of what has a new one, and the two ends of a message.
+_SAME = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+_SAME |= dict.fromkeys(("send", "isend", "recv", "irecv"), "message")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def of_collective(op: str, given: Arguments, group: dist.ProcessGroup) -> Call:
     if op.startswith("all_to_all"):
         return _all_to_all(op, given, group)
     tensors = tuple(_TENSORS.get(op, _no_tensors)(given))
-    facts = [tensor.numel() for tensor in tensors] + [tensor.dtype for tensor in tensors[:1]]
+    facts: list[Any] = [tensor.numel() for tensor in tensors] + [tensor.dtype for tensor in tensors[:1]]
     text = op
     if op in _REDUCING:
         reduction = given.get("op", dist.ReduceOp.SUM)
@@ -65,7 +67,7 @@ def of_collective(op: str, given: Arguments, group: dist.ProcessGroup) -> Call:
 
 def of_message(op: str, tensor: torch.Tensor) -> Call:
     """The fingerprint of one end of a send and a receive, which fit if their elements do."""
-    return Call("message", (tensor,), op + _of([tensor]), (tensor.numel(), tensor.dtype))
+    return Call(op, (tensor,), op + _of([tensor]), (tensor.numel(), tensor.dtype))
 
 
 def fit(calls: Mapping[int, Call]) -> bool:
@@ -103,11 +105,9 @@ def _root(op: str, given: Arguments, group: dist.ProcessGroup) -> tuple[str, int
     kind = _ROOTED.get(op)
     if kind is None:
         return None
-    if given.get(f"group_{kind}") is not None:
-        rank = dist.get_global_rank(group, given[f"group_{kind}"])
-    else:
-        rank = given.get(kind) if given.get(kind) is not None else 0
-    return ("from" if kind == "src" else "to"), rank
+    within = given.get(f"group_{kind}")
+    rank = (given.get(kind) or 0) if within is None else dist.get_global_rank(group, within)
+    return ("from" if kind == "src" else "to"), int(rank)
 
 
 def _of(tensors: Sequence[torch.Tensor]) -> str:

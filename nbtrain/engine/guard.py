@@ -10,7 +10,6 @@ What cells call is guarded, by default; what nbtrain, FSDP or a library calls co
 
 from __future__ import annotations
 
-import datetime
 import functools
 import inspect
 import os
@@ -19,7 +18,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.autograd.function
@@ -29,7 +28,7 @@ from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
 from nbtrain.engine import fingerprint, tracebacks
-from nbtrain.engine.agreement import SETTLE_S, Agreement, Ledger
+from nbtrain.engine.agreement import Agreement, Ledger
 from nbtrain.engine.fingerprint import Call
 from nbtrain.errors import CollectiveError
 
@@ -86,7 +85,6 @@ def begin(prefix: str) -> None:
     if _state.store is None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         _state.store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
-        _state.store.set_timeout(datetime.timedelta(seconds=SETTLE_S))
     if _state.ledger is not None:
         _state.ledger.close()
     _state.world, _state.ledger = dist.group.WORLD, Ledger(_state.store, f"guard/{prefix}")
@@ -164,11 +162,13 @@ def _message(name: str, inner: Any, signature: inspect.Signature, args: Any, kwa
         return inner(*args, **kwargs)
     sends = name.endswith("send")
     peer = _peer(given, "dst" if sends else "src", group)
-    call = _described(fingerprint.of_message, name, given["tensor"]) if _is_guarded() else None
+    call = _described(fingerprint.of_message, name, given["tensor"])
     agreement = _between(group, peer, sends, given.get("tag", 0))
-    if agreement is not None and call is not None:
+    if agreement is not None and call is not None and _is_guarded():
         _check(agreement, call, group, blocks=False)
-    result = _counted(group, inner, args, kwargs)
+    shown = _shown(call, agreement, 0) if call is not None and name in ("send", "recv") else nullcontext()
+    with shown:
+        result = _counted(group, inner, args, kwargs)
     if agreement is None and isinstance(result, int):  # from anyone: now it is known from whom
         _between(group, result, sends, given.get("tag", 0))
     return result
@@ -269,7 +269,7 @@ def _check(agreement: Agreement, call: Call, group: Any, blocks: bool) -> None:
         if not blocks:
             agreement.compare()
             return
-        with _shown(call, group):
+        with _shown(call, agreement, _sequence(group) - uneven(group.group_name) + 1):
             agreement.wait(call, lambda: _state.freed)
         _state.ledger.complete(agreement)
     except CollectiveError as error:
@@ -280,13 +280,13 @@ def _check(agreement: Agreement, call: Call, group: Any, blocks: bool) -> None:
 
 
 @contextmanager
-def _shown(call: Call, group: Any) -> Iterator[None]:
-    """What a hang report, and the session when another rank has failed, are told."""
+def _shown(call: Call, agreement: Agreement | None, number: int) -> Iterator[None]:
+    """Tell a hang report, and the session when another rank has failed, of a wait that torch does not record."""
     _state.waiting = {
         "op": call.op,
-        "group": group.group_name,
-        "ranks": dist.get_process_group_ranks(group),
-        "seq": _sequence(group) - uneven(group.group_name) + 1,
+        "group": agreement.name if agreement else "",
+        "ranks": list(agreement.ranks) if agreement else [],
+        "seq": number or (agreement.number if agreement else 0),
         "sizes": [list(tensor.shape) for tensor in call.tensors],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in call.tensors],
         "since": time.time(),

@@ -30,8 +30,8 @@ def begin() -> None:
 def pending() -> list[dict[str, Any]]:
     """The collectives that were begun and have not ended, the oldest first.
 
-    Each with ``op``, ``group`` (its name), ``ranks`` (of the group), ``seq``, ``sizes``, ``dtypes`` and ``waits_s``; last
-    what the guard holds back. From any thread.
+    Each with ``op``, ``group`` (its name), ``ranks`` (of the group), ``seq``, ``sizes``, ``dtypes`` and ``waits_s``.
+    Last is what the guard holds back. From any thread.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None:
