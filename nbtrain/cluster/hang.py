@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,22 +65,25 @@ class Where(Table):
     """Where each rank is, and what that means."""
 
     findings: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return "\n".join([super().__repr__(), *self.findings])
+        return "\n".join([super().__repr__(), *self.findings, *self.advice])
 
     def _repr_html_(self) -> str:
-        import html
-
-        lines = "".join(f"<div>{html.escape(line)}</div>" for line in self.findings)
+        lines = "".join(f"<div>{html.escape(line)}</div>" for line in (*self.findings, *self.advice))
         return super()._repr_html_() + lines
 
 
 def where(members: Members, headline: str, cells: Sequence[Cell]) -> Where:
     """Where every rank is now; ``cells`` are those that still run."""
-    looks = look(members, cells, ASK_S)
+    return described(look(members, cells, ASK_S), headline, members.world_size)
+
+
+def described(looks: Sequence[Look], headline: str, world_size: int) -> Where:
+    """``looks`` as a table, what they mean, and what to do about it."""
     columns = ("rank", "state", "line", "waits in")
-    return Where(headline, columns, rows(looks, members.world_size), tuple(diagnose(looks)))
+    return Where(headline, columns, rows(looks, world_size), tuple(diagnose(looks)), tuple(advise(looks)))
 
 
 def look(members: Members, cells: Sequence[Cell], timeout: float) -> list[Look]:
@@ -102,12 +106,26 @@ def diagnose(looks: Sequence[Look]) -> list[str]:
     findings = []
     for (_, ranks), waits in _by_group(looks).items():
         findings += _diagnose_group(ranks, waits, {one.rank: one for one in looks})
-    if findings:
-        findings.append("To end it: Kernel > Interrupt, or %distributed interrupt; the ranks keep their state.")
-    silent = [one.rank for one in looks if one.state == "silent"]
-    if silent:
-        findings.append(f"If {ranks_text(silent)} stay{'s' if len(silent) == 1 else ''} silent: interrupt twice.")
     return findings
+
+
+def absent(looks: Sequence[Look]) -> list[int]:
+    """The ranks that others wait for."""
+    missing: set[int] = set()
+    for (_, ranks), waits in _by_group(looks).items():
+        if not _in_progress(ranks, waits):
+            missing |= set(ranks) - {one.rank for one, _ in waits}
+    return sorted(missing)
+
+
+def advise(looks: Sequence[Look]) -> list[str]:
+    """What to type next."""
+    advice = []
+    if diagnose(looks):
+        advice.append("To end it: Kernel > Interrupt, or %distributed interrupt; the ranks keep their state.")
+    if any(one.state == "silent" for one in looks):
+        advice.append("A rank that goes on not answering is ended by a second interrupt, and replaced.")
+    return advice
 
 
 def stuck(before: Sequence[Look], now: Sequence[Look]) -> bool:

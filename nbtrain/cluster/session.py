@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import ast
 import atexit
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +20,7 @@ from nbtrain.cluster.cell import Cell, Handle
 from nbtrain.cluster.client import Bound
 from nbtrain.cluster.failures import ranks_text
 from nbtrain.cluster.hang import Where
+from nbtrain.cluster.hangwatch import HANG_AFTER_S, HangWatch
 from nbtrain.cluster.members import Members
 from nbtrain.cluster.options import Options
 from nbtrain.cluster.output import CellOutput, Publisher
@@ -75,6 +78,7 @@ class Session:
         threads: intra-operation CPU threads a rank; by default cores / ranks, at least 1.
         launcher: "local" forks engines where that is safe; "spawn" starts them as separate programs; any other name
             is one of ipyparallel's launchers.
+        hang_after: a cell that has been silent for so many seconds while ranks wait for others gets a card that says so.
 
     It starts with its first use, or with `start`, or as a context manager, which also stops it.
 
@@ -90,11 +94,15 @@ class Session:
         backend: str = "auto",
         threads: int | None = None,
         launcher: str = "local",
+        hang_after: float = HANG_AFTER_S,
     ) -> None:
-        self._options = Options(n, gpus, backend, threads, launcher)
+        self._options = Options(n, gpus, backend, threads, launcher, hang_after)
         self._members: Members | None = None
         self._supervisor: Supervisor | None = None
         self._publisher: Publisher | None = None
+        self._hangs: HangWatch | None = None
+        self._awaited: Cell | None = None
+        self._wanted_restarts: set[int] = set()  # ranks that a card's button asks to replace
         self._cells: list[Cell] = []
         self._num_cells = 0
         self._ended: deque[Cell] = deque()
@@ -134,6 +142,7 @@ class Session:
         self._supervisor = Supervisor(self._members)
         self._options = wanted.updated({"n": self._members.world_size})
         self._publisher = Publisher()
+        self._hangs = HangWatch(self._members, wanted.hang_after, self._asked)
         self.start_seconds = time.monotonic() - began
         atexit.register(self.stop)
         _make_current(self)
@@ -142,6 +151,9 @@ class Session:
     def stop(self) -> None:
         """End every rank. No process, socket or file is left. Stopping what does not run is allowed."""
         atexit.unregister(self.stop)
+        if self._hangs is not None:
+            self._hangs.stop()
+            self._hangs = None
         members, self._members = self._members, None
         if members is not None:
             members.stop()
@@ -350,6 +362,8 @@ class Session:
         with uninterrupted():  # a cell that only some ranks got would never end
             self._cells.append(cell)
             cell.requests = [members.client.execute(rank, source, cell, about) for rank in targets]
+        if self._hangs is not None:
+            self._hangs.watch(cell)
         return cell
 
     def _mend_groups(self) -> None:
@@ -389,17 +403,39 @@ class Session:
             )
 
     def _await(self, cell: Cell, timeout: float | None) -> None:
-        supervisor = self._supervising()
+        supervisor, hangs = self._supervising(), self._hangs
+        assert hangs is not None
+        self._awaited = cell
         try:
             finished = supervisor.watch(cell, timeout)
+            if not finished:
+                cell.output.publish()
+                hangs.show(cell)
         finally:
+            self._awaited = None
             cell.output.publish(final=cell.done)
+            if cell.done:
+                hangs.close(cell)
         if not finished:
             supervisor.end(cell)
             raise CellTimeoutError(f"the cell ran longer than {timeout:g} s; {supervisor.verdict(cell)}")
         error = cell.error()
         if error is not None:
             raise error
+
+    def _asked(self, verb: str, rank: int) -> None:
+        """A button of a hang card was pressed. On the control thread, while the main thread may run a cell."""
+        if verb == "restart":
+            self._request_restart(rank)
+        elif self._awaited is not None:
+            _thread.interrupt_main()
+        else:
+            threading.Thread(target=self.interrupt, name="nbtrain-interrupt", daemon=True).start()
+
+    def _request_restart(self, rank: int) -> None:
+        """Remember that ``rank`` is to be replaced, and interrupt what it runs."""
+        self._wanted_restarts.add(rank)
+        self._asked("interrupt", rank)
 
     def _interrupted(self, begun: int, interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
         """End what was sent since cell number ``begun``: an interrupt may fall before the cell is waited for."""

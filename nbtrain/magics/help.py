@@ -35,6 +35,7 @@ Options of %%distributed
 
 Verbs of %distributed
     start [-n N] [--gpus 0,1] [--backend auto|gloo|nccl] [--threads T] [--launcher local|spawn|NAME]
+          [--hang-after S]   from so many seconds without output on, a card shows who waits for whom (10)
     status                the ranks: device, state, memory, process
     stop                  end the ranks
     restart [options of start]   end them and start again; what they held is lost

@@ -84,6 +84,7 @@ def start_options(verb: str, words: list[str]) -> dict[str, Any]:
     parser.add_argument("--backend")
     parser.add_argument("--threads", type=_count)
     parser.add_argument("--launcher")
+    parser.add_argument("--hang-after", type=_seconds)
     if verb == "start":
         parser.add_argument("--hosts")
     else:
