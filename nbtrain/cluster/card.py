@@ -22,7 +22,10 @@ _STYLE = """<style>
 .nbtrain-card ul {margin: 4px 0; padding-left: 18px}
 .nbtrain-card table {border-collapse: collapse; margin: 8px 0 4px 0}
 .nbtrain-card th, .nbtrain-card td {text-align: left !important; vertical-align: top; border: none;
-  padding: 2px 16px 2px 0 !important; background: none !important; color: inherit; font-size: var(--jp-code-font-size, 12px)}
+  padding: 2px 16px 2px 0 !important; background: none !important; color: inherit;
+  font-size: var(--jp-code-font-size, 12px)}
+.nbtrain-card :is(th, td):nth-child(-n + 2) {white-space: nowrap}
+.nbtrain-card.nbtrain-past {border-left-color: var(--jp-border-color1, rgba(128, 128, 128, 0.6))}
 .nbtrain-card th, .nbtrain-card .nbtrain-todo {font-weight: 400; color: var(--jp-ui-font-color2, inherit)}
 .nbtrain-card td {font-family: var(--jp-code-font-family, monospace)}
 </style>"""
@@ -50,7 +53,8 @@ class Card:
         """Leave one line in its place: a saved notebook shows what was."""
         if self._bar is not None:
             self._bar.close()
-        self._put({"text/plain": line, "text/html": f"{_STYLE}<div class='nbtrain-card'>{html.escape(line)}</div>"})
+        past = f"{_STYLE}<div class='nbtrain-card nbtrain-past'>{html.escape(line)}</div>"
+        self._put({"text/plain": line, "text/html": past})
 
     def _put(self, data: dict[str, Any]) -> None:
         if self._shown and isinstance(self._sink, PlainSink):

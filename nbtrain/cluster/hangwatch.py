@@ -1,4 +1,4 @@
-"""Looks after cells that have fallen silent, and shows the hang card when their ranks wait for ranks that do not come."""
+"""Looks after cells that have fallen silent, and shows the hang card when ranks wait for others that do not come."""
 
 from __future__ import annotations
 
@@ -109,9 +109,7 @@ class HangWatch:
             if not hang.stuck(before, case.looks):
                 self._put_away(case)
             elif silence >= self.after:
-                self._show(
-                    case, case.looks, f"No output for {silence:.0f} s, and ranks wait for ranks that do not come"
-                )
+                self._show(case, case.looks, f"No output for {silence:.0f} s, and ranks wait for others")
             age = now - case.hung_since if case.card else 0.0
             case.due = now + max(self._between, min(age * SLOWER, SLOWEST_S))
 

@@ -78,7 +78,7 @@ class Session:
         threads: intra-operation CPU threads a rank; by default cores / ranks, at least 1.
         launcher: "local" forks engines where that is safe; "spawn" starts them as separate programs; any other name
             is one of ipyparallel's launchers.
-        hang_after: a cell that has been silent for so many seconds while ranks wait for others gets a card that says so.
+        hang_after: seconds of silence after which a card below the cell says which ranks wait for which.
 
     It starts with its first use, or with `start`, or as a context manager, which also stops it.
 

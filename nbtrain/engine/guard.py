@@ -58,7 +58,7 @@ class _State:
 
 
 _state = _State()
-_uneven: dict[str, int] = {}  # by how much a group's own count differs between its ranks
+_uneven: dict[str, int] = {}  # how many of a group's numbers were given to what not all of its ranks take part in
 _local = threading.local()
 
 
@@ -111,11 +111,6 @@ def waiting() -> list[dict[str, Any]]:
     """The call that this rank waits to begin, as `nbtrain.engine.recorder.pending` gives them. From any thread."""
     now = _state.waiting
     return [] if now is None else [{**now, "waits_s": time.time() - now["since"]}]
-
-
-def uneven(group: str) -> int:
-    """How many of a group's numbers were given to what not all of its ranks take part in: messages between two."""
-    return _uneven.get(group, 0)
 
 
 def _lead(name: str, through: Callable[..., Any]) -> None:
@@ -209,7 +204,7 @@ def _counted(group: Any, inner: Any, args: Any, kwargs: Any) -> Any:
     try:
         return _inside(inner, args, kwargs)
     finally:
-        _uneven[group.group_name] = uneven(group.group_name) + _sequence(group) - before
+        _uneven[group.group_name] = _uneven.get(group.group_name, 0) + _sequence(group) - before
 
 
 def _sequence(group: Any) -> int:
@@ -269,7 +264,7 @@ def _check(agreement: Agreement, call: Call, group: Any, blocks: bool) -> None:
         if not blocks:
             agreement.compare()
             return
-        with _shown(call, agreement, _sequence(group) - uneven(group.group_name) + 1):
+        with _shown(call, agreement, _sequence(group) - _uneven.get(group.group_name, 0) + 1):  # as torch's recorder
             agreement.wait(call, lambda: _state.freed)
         _state.ledger.complete(agreement)
     except CollectiveError as error:

@@ -52,7 +52,7 @@ def _shown(entry: dict[str, Any], ranks: dict[str, list[int]]) -> dict[str, Any]
         "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
         "group": name,
         "ranks": ranks.get(name, []),
-        "seq": (entry["collective_seq_id"] or entry["p2p_seq_id"]) - guard.uneven(name),
+        "seq": entry["collective_seq_id"] or entry["p2p_seq_id"],
         "sizes": entry["input_sizes"],
         "dtypes": [_DTYPES.get(dtype, dtype.lower()) for dtype in entry["input_dtypes"]],
         "waits_s": (time.time_ns() - entry["time_created_ns"]) / 1e9,
