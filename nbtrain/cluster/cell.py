@@ -38,6 +38,7 @@ class Cell:
         self.interrupted = False
         self.requests: list[str] = []
         self.started = time.monotonic()
+        self.heard = self.started  # when a rank last printed something or finished
         self.ended: float | None = None
         self.failures: dict[int, Failure] = {}
         self.deaths: dict[int, Death] = {}
@@ -82,10 +83,12 @@ class Cell:
         return CellError(summary(groups), groups, render(groups))
 
     def on_output(self, rank: int, kind: str, content: dict[str, Any]) -> None:
+        self.heard = time.monotonic()
         self.output.feed(rank, kind, content)
         self._publisher.touch(self.output)
 
     def on_reply(self, rank: int, content: dict[str, Any]) -> None:
+        self.heard = time.monotonic()
         if content["status"] != "ok":
             self.failures[rank] = content.get("nbtrain", {}).get("failure") or _bare(content)
         self.groups.add(content.get("nbtrain", {}).get("groups", "kept"))

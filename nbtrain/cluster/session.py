@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import ast
 import atexit
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +15,12 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbtrain.cluster import sinks
+from nbtrain.cluster import hang, sinks
 from nbtrain.cluster.cell import Cell, Handle
 from nbtrain.cluster.client import Bound
 from nbtrain.cluster.failures import Death, ranks_text, replace_advice
+from nbtrain.cluster.hang import Where
+from nbtrain.cluster.hangwatch import HANG_AFTER_S, HangWatch
 from nbtrain.cluster.members import Members
 from nbtrain.cluster.options import Options
 from nbtrain.cluster.output import CellOutput, Publisher
@@ -34,12 +38,14 @@ from nbtrain.errors import (
     SessionError,
     StartError,
     UsageError,
+    nearest,
 )
 from nbtrain.interrupts import uninterrupted
 from nbtrain.plan import Plan
 from nbtrain.plan.footprint import format_bytes
 
 SECOND_GRACE_S = 0.5  # what ranks get after a second interrupt: they may be on their way back
+GUARD_MODES = ("cells", "on", "off")
 LISTENED_CELLS = 200  # so many ended cells still show what their threads print
 
 _current: Session | None = None
@@ -74,6 +80,7 @@ class Session:
         threads: intra-operation CPU threads a rank; by default cores / ranks, at least 1.
         launcher: "local" forks engines where that is safe; "spawn" starts them as separate programs; any other name
             is one of ipyparallel's launchers.
+        hang_after: seconds of silence after which a card below the cell says which ranks wait for which.
 
     It starts with its first use, or with `start`, or as a context manager, which also stops it.
 
@@ -89,16 +96,21 @@ class Session:
         backend: str = "auto",
         threads: int | None = None,
         launcher: str = "local",
+        hang_after: float = HANG_AFTER_S,
     ) -> None:
-        self._options = Options(n, gpus, backend, threads, launcher)
+        self._options = Options(n, gpus, backend, threads, launcher, hang_after)
         self._members: Members | None = None
         self._supervisor: Supervisor | None = None
         self._publisher: Publisher | None = None
+        self._hangs: HangWatch | None = None
+        self._awaited: Cell | None = None
+        self._wanted_restarts: set[int] = set()  # ranks that a card's button asks to replace
         self._cells: list[Cell] = []
         self._num_cells = 0
         self._ended: deque[Cell] = deque()
         self._replay = Replay()
         self._plan: dict[str, Any] | None = None
+        self._guard = GUARD_MODES[0]
         self.start_seconds = 0.0
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -135,6 +147,7 @@ class Session:
         self._supervisor = Supervisor(self._members)
         self._options = wanted.updated({"n": self._members.world_size})
         self._publisher = Publisher()
+        self._hangs = HangWatch(self._members, wanted.hang_after, self._asked)
         self.start_seconds = time.monotonic() - began
         atexit.register(self.stop)
         _make_current(self)
@@ -143,6 +156,9 @@ class Session:
     def stop(self) -> None:
         """End every rank. No process, socket or file is left. Stopping what does not run is allowed."""
         atexit.unregister(self.stop)
+        if self._hangs is not None:
+            self._hangs.stop()
+            self._hangs = None
         members, self._members = self._members, None
         if members is not None:
             members.stop()
@@ -152,7 +168,7 @@ class Session:
         self._cells.clear()
         self._ended.clear()
         self._replay = Replay()
-        self._plan = None
+        self._plan, self._guard = None, GUARD_MODES[0]
         if self._publisher is not None:
             self._publisher.stop()
             self._publisher = None
@@ -307,6 +323,25 @@ class Session:
         busy = self._busy()
         return Status(self.headline(), [self._row(info, busy.get(info["rank"])) for info in self._members.info])
 
+    def where(self) -> Where:
+        """Where every rank is now, and which collective it waits in: while cells run, and also if ranks are stuck."""
+        if self._members is None:
+            return Where("no ranks run; type %distributed start -n 4", (), [])
+        self._busy()
+        return hang.where(self._members, self.headline(), self._cells)
+
+    def guard(self, mode: str) -> None:
+        """Compare what ranks are about to call before each collective: "cells" (what cells call), "on" (all), "off".
+
+        Raises:
+            UsageError: another mode.
+        """
+        if mode not in GUARD_MODES:
+            raise UsageError(f"guard {mode!r}: {nearest(mode, GUARD_MODES)}")
+        self._ready()
+        self._call("set_guard", range(self.world_size), mode)
+        self._guard = mode
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _already(self, wanted: Options) -> Session:
@@ -351,6 +386,8 @@ class Session:
         with uninterrupted():  # a cell that only some ranks got would never end
             self._cells.append(cell)
             cell.requests = [members.client.execute(rank, source, cell, about) for rank in targets]
+        if self._hangs is not None:
+            self._hangs.watch(cell)
         return cell
 
     def _mend_groups(self) -> None:
@@ -384,6 +421,7 @@ class Session:
     def _define(self, rank: int, replay: bool) -> list[str]:
         """Tell a newcomer the plan, and with ``replay`` what earlier cells defined; what failed there, a line each."""
         members = self._ready()
+        members.call("set_guard", [rank], self._guard)
         if self._plan is not None:
             members.call("bind_plan", [rank], self._plan)
         cells = self._replay.on(rank) if replay else []
@@ -397,12 +435,14 @@ class Session:
             self._supervising().end(cell, SECOND_GRACE_S if again else INTERRUPT_GRACE_S)
         except KeyboardInterrupt:
             again = not cell.wait(SECOND_GRACE_S)
-        stuck = cell.running
-        if not (again and stuck):
+        stuck = set(cell.running) if again else set()
+        wanted, self._wanted_restarts = stuck | self._wanted_restarts, set()
+        if not wanted:
             return self._supervising().verdict(cell)
-        self._replace(stuck, replay=True)
-        own = "it" if len(stuck) == 1 else "they"
-        return f"interrupted; {ranks_text(stuck)} did not answer, and {own} {'was' if own == 'it' else 'were'} replaced"
+        self._replace(wanted, replay=True)
+        were = "was" if len(wanted) == 1 else "were"
+        why = " did not answer, and" if stuck else ""
+        return f"interrupted; {ranks_text(wanted)}{why} {were} replaced"
 
     def _busy(self) -> dict[int, Cell]:
         """The cell that each busy rank runs."""
@@ -429,16 +469,38 @@ class Session:
             )
 
     def _await(self, cell: Cell, timeout: float | None) -> None:
-        supervisor = self._supervising()
+        supervisor, hangs = self._supervising(), self._hangs
+        assert hangs is not None
+        self._awaited = cell
         try:
             finished = supervisor.watch(cell, timeout)
+            if not finished:
+                cell.output.publish()
+                hangs.show(cell)
         finally:
+            self._awaited = None
             cell.output.publish(final=cell.done)
+            if cell.done:
+                hangs.close(cell)
         if not finished:
             raise CellTimeoutError(f"the cell ran longer than {timeout:g} s; {self._end(cell)}")
         error = cell.error()
         if error is not None:
             raise error
+
+    def _asked(self, verb: str, rank: int) -> None:
+        """A button of a hang card was pressed. On the control thread, while the main thread may run a cell."""
+        if verb == "restart":
+            self._request_restart(rank)
+        elif self._awaited is not None:
+            _thread.interrupt_main()
+        else:
+            threading.Thread(target=self.interrupt, name="nbtrain-interrupt", daemon=True).start()
+
+    def _request_restart(self, rank: int) -> None:
+        """Remember that ``rank`` is to be replaced, and interrupt what it runs."""
+        self._wanted_restarts.add(rank)
+        self._asked("interrupt", rank)
 
     def _interrupted(self, begun: int, interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
         """End what was sent since cell number ``begun``: an interrupt may fall before the cell is waited for."""

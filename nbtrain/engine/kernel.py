@@ -21,7 +21,7 @@ from IPython.core.error import UsageError as MagicUsageError
 from traitlets import Any as AnyTrait
 from traitlets import Type
 
-from nbtrain.engine import exhaustion, groups, recorder, tracebacks, trail
+from nbtrain.engine import exhaustion, groups, guard, recorder, tracebacks, trail
 from nbtrain.errors import UsageError
 from nbtrain.parallel import cell
 
@@ -271,8 +271,8 @@ def complete(kernel: RankKernel, code: str, cursor: int) -> dict[str, Any]:
 
 
 def where(kernel: RankKernel) -> dict[str, Any]:
-    """The line that the main thread runs now."""
-    return tracebacks.current_line()
+    """The line that the main thread runs now, and the collectives that it waits in."""
+    return {**tracebacks.current_line(), "pending": recorder.pending(), "activity": "guard" if guard.waiting() else ""}
 
 
 def free(kernel: RankKernel) -> bool:

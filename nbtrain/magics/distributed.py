@@ -137,6 +137,16 @@ class DistributedMagics(Magics):
         busy = sessions.session().interrupt(ranks)
         print(f"interrupted {ranks_text(busy)}" if busy else "no rank runs a cell")
 
+    def _where(self, words: list[str]) -> None:
+        parse.Parser("%distributed where").parse(words)
+        sessions.current_or_new().where().show()
+
+    def _guard(self, words: list[str]) -> None:
+        if len(words) != 1:
+            raise UsageError("type %distributed guard on, guard off, or guard cells, which is the default")
+        sessions.current_or_new().guard(words[0])
+        print(f"guard: {words[0]}")
+
     def _push(self, words: list[str]) -> None:
         names, ranks = parse.rank_option("push", words)
         if not names:

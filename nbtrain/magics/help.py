@@ -35,10 +35,13 @@ Options of %%distributed
 
 Verbs of %distributed
     start [-n N] [--gpus 0,1] [--backend auto|gloo|nccl] [--threads T] [--launcher local|spawn|NAME]
+          [--hang-after S]   from so many seconds without output on, a card shows who waits for whom (10)
     status                the ranks: device, state, memory, process
     stop                  end the ranks
     restart [options of start]   end them and start again; what they held is lost
     interrupt [-r RANKS]  stop what they run, as Ctrl-C would
+    where                 each rank's line and the collective that it waits in, also while ranks are busy or stuck
+    guard cells|on|off    compare what ranks call before a collective: in cells (the default), everywhere, or never
     push NAMES [-r RANKS]        names of the notebook go to the ranks
     pull NAMES [-r RANKS]        names of the ranks come to the notebook, each a list by rank
     auto on|off           run every cell on the ranks; one that begins with %%local runs in the notebook
