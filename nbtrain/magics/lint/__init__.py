@@ -17,8 +17,9 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbtrain.cluster.failures import ranks_text
 from nbtrain.magics.lint.compare import differences
 from nbtrain.magics.lint.findings import Finding, on_some_ranks, prompts
+from nbtrain.magics.lint.state import MAX_NODES, MAX_RANKS, Endless
 from nbtrain.magics.lint.trace import Trace
-from nbtrain.magics.lint.walk import MAX_NODES, MAX_RANKS, Endless, Walk
+from nbtrain.magics.lint.walk import Walk
 
 __all__ = ["Finding", "lint"]
 
