@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -97,6 +98,11 @@ class Members:
             return self._need_client().ask(rank, name, **args).result(timeout)
         except (TimeoutError, OSError, RuntimeError):
             return None
+
+    def answer(self, rank: int, **reply: Any) -> None:
+        """Answer a rank's prompt, without waiting for the rank. From any thread."""
+        with contextlib.suppress(OSError, KeyError):  # its process has ended meanwhile
+            self._need_client().ask(rank, "answer", **reply)
 
     def signal(self, rank: int, number: int) -> None:
         """Signal a rank's process: ours by pid and create time, another host's through ipyparallel."""

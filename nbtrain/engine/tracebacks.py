@@ -30,7 +30,7 @@ _LIBRARIES = tuple(
 )
 MAX_MESSAGE = 4000  # characters of an exception's text
 
-# What the notebook calls a cell's file, and by how many lines its own first line precedes the code that was sent.
+# What the notebook calls a cell's file, and what must be added to Python's line numbers to get the cell's.
 CELLS: dict[str, tuple[str, int]] = {}
 
 
@@ -52,6 +52,12 @@ def current_line() -> dict[str, Any]:
     frames = [_frame(f.f_code.co_filename, n, f.f_code.co_name) for f, n in _stack(frame)]
     cell = next((f for f in frames if f["kind"] == "cell"), None)
     return {"cell": cell, "inner": frames[0] if frames else None}
+
+
+def pad(file: str, num_lines: int) -> None:
+    """Make ``file``'s source begin ``num_lines`` further down: those of the cell that were not sent."""
+    size, stamp, lines, name = linecache.cache[file]  # type: ignore[misc]
+    linecache.cache[file] = (size, stamp, ["\n"] * num_lines + lines, name)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -104,14 +110,14 @@ def _text(error: BaseException) -> str:
 
 
 def _frame(file: str, line_number: int, function: str) -> dict[str, Any]:
-    kind = _kind(file)
+    whose = kind(file)
     label, offset = CELLS.get(file, ("", 0))
-    around = range(line_number - 1, line_number + 2) if kind != "library" else (line_number,)
+    around = range(line_number - 1, line_number + 2) if whose != "library" else (line_number,)
     return {
         "file": file,
         "number": line_number,
         "function": function,
-        "kind": kind,
+        "kind": whose,
         "cell": label,
         "offset": offset,
         "line": linecache.getline(file, line_number).rstrip(),
@@ -119,7 +125,8 @@ def _frame(file: str, line_number: int, function: str) -> dict[str, Any]:
     }
 
 
-def _kind(file: str) -> str:
+def kind(file: str) -> str:
+    """Whose code a file is: "cell", "user" or "library"."""
     if _CELL_FILE.search(file):
         return "cell"
     return "library" if file.startswith(_LIBRARIES) or file.startswith("<") else "user"

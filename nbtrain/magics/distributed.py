@@ -149,6 +149,10 @@ class DistributedMagics(Magics):
         busy = sessions.session().interrupt(ranks)
         print(f"interrupted {ranks_text(busy)}" if busy else "no rank runs a cell")
 
+    def _debug(self, words: list[str]) -> None:
+        _, ranks = parse.rank_option("debug", words)
+        sessions.session().debug(ranks)
+
     def _push(self, words: list[str]) -> None:
         names, ranks = parse.rank_option("push", words)
         if not names:

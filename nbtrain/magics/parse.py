@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 from nbtrain.errors import UsageError, nearest
 
-VERBS = ("start", "status", "stop", "restart", "interrupt", "push", "pull", "auto")
+VERBS = ("start", "status", "stop", "restart", "interrupt", "push", "pull", "auto", "debug")
 SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}  # IPython's, not the user's
-LATER = ("resize", "where", "export", "guard", "debug")  # verbs of later releases
+LATER = ("resize", "where", "export", "guard")  # verbs of later releases
 
 
 class Parser(argparse.ArgumentParser):
