@@ -84,7 +84,9 @@ class Cell:
 
     def put_prompts(self) -> float:
         """Put what ranks ask to the person, below what was printed so far; gives the seconds that it took."""
-        return self.prompts.put(lambda: self.output.publish(final=True)) if self.prompting else 0.0
+        if not self.prompting:
+            return 0.0
+        return self.prompts.put(lambda: self.output.publish(final=True), num_ranks=len(self.running))
 
     def error(self) -> Exception | None:
         """What the notebook raises: the first death, else the errors of the ranks, else nothing."""
@@ -93,7 +95,8 @@ class Cell:
         if not self.failures:
             return None
         groups = group(self.failures)
-        return CellError(summary(groups), groups, render(groups))
+        was_quit = groups[0].first["chain"][-1]["ename"] == "BdbQuit"  # on purpose: what it did to others is no news
+        return CellError(summary(groups), groups, [summary(groups)] if was_quit else render(groups))
 
     def on_output(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         if kind == "nbtrain_prompt":

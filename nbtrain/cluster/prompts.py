@@ -6,6 +6,7 @@ else may read from a front end. Where the main thread does not wait, the rank is
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import getpass
 import re
@@ -29,6 +30,7 @@ NOBODY = (
 )
 
 
+SETTLE_S = 0.05  # after a prompt, for those of other ranks
 _OWN = re.compile(r"i?pdb> |\(Pdb\) |>>> |\.\.\. |In : ")  # prompts that say by themselves what they are
 
 
@@ -66,7 +68,8 @@ class Prompts:
         self._standing: dict[int, Prompt] = {}
         self._num_waiting = 0
         self._lock = threading.RLock()
-        self._asking = False
+        self._asked: Prompt | None = None  # what the person reads now
+        self._withdrawn = False
 
     @property
     def ranks(self) -> list[int]:
@@ -95,9 +98,12 @@ class Prompts:
             self._send(prompt, problem=NOBODY)
 
     def drop(self, rank: int) -> None:
-        """The rank asks no longer: it was interrupted, or its process ended."""
+        """The rank asks no longer: it was interrupted, or its process ended. Whoever types an answer is let go."""
         with self._lock:
-            self._standing.pop(rank, None)
+            prompt = self._standing.pop(rank, None)
+            if prompt is not None and prompt is self._asked:
+                self._withdrawn = True
+                _thread.interrupt_main()
 
     @contextlib.contextmanager
     def attended(self) -> Iterator[None]:
@@ -112,19 +118,36 @@ class Prompts:
         finally:
             self._leave()
 
-    def put(self, before: Callable[[], None]) -> float:
+    def put(self, before: Callable[[], None], num_ranks: int) -> float:
         """Put what stands to the person, by rank; ``before`` is called before each. Gives the seconds that it took."""
         began = time.monotonic()
         if not _on_main_thread():
             return 0.0
+        while len(self.ranks) < num_ranks and self.news.wait(SETTLE_S):
+            self.news.clear()  # ranks that ask alike ask at about the same time
         while (prompt := self._next()) is not None:
             before()
-            answer = _ask(prompt)
+            answer = self._ask(prompt)
             with self._lock:
                 if self._standing.get(prompt.rank) is prompt:
                     del self._standing[prompt.rank]
             self._send(prompt, **answer)
         return time.monotonic() - began
+
+    def _ask(self, prompt: Prompt) -> dict[str, Any]:
+        """The person's answer, as it is sent to the rank; none of use if the rank withdraws what it asks."""
+        try:
+            with self._lock:
+                self._asked, self._withdrawn = prompt, False
+            try:
+                return _asked(prompt)
+            finally:
+                with self._lock:
+                    self._asked = None
+        except KeyboardInterrupt:
+            if not self._withdrawn:
+                raise
+            return {"eof": True}
 
     def _next(self) -> Prompt | None:
         with self._lock:
@@ -166,8 +189,7 @@ def first_failed(errors: dict[int, dict[str, Any] | None]) -> int | None:
     return min(found, key=lambda rank: (-found[rank]["cell"], found[rank]["consequence"], found[rank]["time"]))
 
 
-def _ask(prompt: Prompt) -> dict[str, Any]:
-    """The person's answer, as it is sent to the rank."""
+def _asked(prompt: Prompt) -> dict[str, Any]:
     try:
         return {"text": _read(prompt.label, prompt.password)}
     except EOFError:

@@ -10,6 +10,7 @@ import bdb
 import code
 import pdb
 import sys
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ class RankDebugger(upstream.Pdb):
     """Asks through ``input()``, which a rank passes on to the notebook."""
 
     interrupt: KeyboardInterrupt | None = None
+    shown: FrameType | None = None  # where it last stopped at a line
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "nosigint": True})  # Ctrl-C is the session's
@@ -45,7 +47,23 @@ class RankDebugger(upstream.Pdb):
 
     def stop_here(self, frame: FrameType) -> bool:
         """Not in the engine, when a step leads out of the cell."""
-        return bool(super().stop_here(frame)) and _in_cell(frame)
+        return _in_cell(frame) and bool(super().stop_here(frame))
+
+    def user_line(self, frame: FrameType) -> None:
+        self.shown = frame
+        super().user_line(frame)
+
+    def user_call(self, frame: FrameType, args: Any) -> None:
+        """A cell's statements are run one by one: they are no calls to a person."""
+        if not _is_statement(frame):
+            super().user_call(frame, args)
+
+    def user_return(self, frame: FrameType, value: Any) -> None:
+        """Nor do they return, unless ``breakpoint()`` is the last that one of them does."""
+        if not _is_statement(frame) or self.shown is not frame:
+            super().user_return(frame, value)
+        if _is_statement(frame):
+            frame.f_locals.pop("__return__", None)  # pdb's mark, in what is the rank's namespace
 
     def interaction(self, frame: FrameType | None, trace: Any) -> None:
         super().interaction(frame, trace)
@@ -99,11 +117,26 @@ def post_mortem() -> None:
     debugger.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)
 
 
+def was_quit(result: Any) -> bool:
+    """Whether a cell ended since the person typed q. IPython shows nothing then."""
+    return isinstance(getattr(result, "error_in_exec", None), bdb.BdbQuit)
+
+
+def quit_failure() -> dict[str, Any]:
+    """What the notebook shows of it: no frames, since the person knows where they were."""
+    link = {"ename": "BdbQuit", "evalue": "the debugger was quit, and the cell with it", "frames": []}
+    return {"time": time.time(), "consequence": False, "chain": [link]}
+
+
 def end() -> None:
     """The cell is over: no longer trace what runs."""
     owner = getattr(sys.gettrace(), "__self__", None)
     if isinstance(owner, bdb.Bdb):
         sys.settrace(None)
+
+
+def _is_statement(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "<module>" and tracebacks.kind(frame.f_code.co_filename) == "cell"
 
 
 def _in_cell(frame: FrameType | None) -> bool:

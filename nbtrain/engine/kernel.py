@@ -193,6 +193,8 @@ class RankKernel(IPythonParallelKernel):
             signal.signal(signal.SIGINT, _ignore)
             shell.failure = shell.failure or tracebacks.describe(error)
             reply = {"status": "error"}
+        if debugger.was_quit(shell.last_execution_result):
+            shell.failure = shell.failure or debugger.quit_failure()
         if reply["status"] == "error":  # `failure` says it all; an exception's own text may not even be text
             last = shell.failure["chain"][-1] if shell.failure else {"ename": "Error", "evalue": ""}
             reply.update(ename=last["ename"], evalue=last["evalue"], traceback=[])
