@@ -60,10 +60,10 @@ class RankDebugger(upstream.Pdb):
 
     def user_return(self, frame: FrameType, value: Any) -> None:
         """Nor do they return, unless ``breakpoint()`` is the last that one of them does."""
-        if not _is_statement(frame) or self.shown is not frame:
+        if not _is_statement(frame):
             super().user_return(frame, value)
-        if _is_statement(frame):
-            frame.f_locals.pop("__return__", None)  # pdb's mark, in what is the rank's namespace
+        elif self.shown is not frame:
+            self.interaction(frame, None)
 
     def interaction(self, frame: FrameType | None, trace: Any) -> None:
         super().interaction(frame, trace)

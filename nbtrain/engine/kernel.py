@@ -306,8 +306,8 @@ def complete(kernel: RankKernel, code: str, cursor: int) -> dict[str, Any]:
 
 
 def where(kernel: RankKernel) -> dict[str, Any]:
-    """The line that the main thread runs now."""
-    return tracebacks.current_line()
+    """The line that the main thread runs now, and whether it ``asks`` a person."""
+    return {**tracebacks.current_line(), "asks": prompts.standing()}
 
 
 def free(kernel: RankKernel) -> bool:

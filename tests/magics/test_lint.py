@@ -41,6 +41,11 @@ HANGS = {
         4,
         "only rank 0",
     ),
+    "a name that is bound later": (
+        "def f():\n    if main: dist.barrier()\nif x: y = 1\nmain = rank == 0\nf()",
+        2,
+        "only rank 0",
+    ),
     "turns by rank": ("for _ in range(rank): dist.all_reduce(t)", 1, "only ranks 1-3"),
     "a while": ("while rank > 2: dist.barrier()", 1, "only rank 3"),
     "a comprehension": ("[dist.all_reduce(t) for t in ts if rank == 0]", 1, "only rank 0"),
@@ -82,6 +87,13 @@ RUNS = {
     "a condition that all share": "if step % 10 == 0: dist.barrier()",
     "the world's size": "if world_size > 1: dist.barrier()",
     "torchrun or not": "import os\nif int(os.environ.get('RANK', -1)) != -1: dist.barrier()",
+    "a script for one process or many": (
+        "import os\nddp = int(os.environ.get('RANK', -1)) != -1\nif ddp:\n    main = int(os.environ['RANK']) == 0\n"
+        "else:\n    main = True\nif ddp: net = DDP(net)\nwhile True:\n    if it % 10 == 0 and main:\n"
+        "        torch.save(raw.state_dict(), 'x')\n    if ddp: dist.all_reduce(loss)\n    if it > 5: break"
+    ),
+    "the main process first": "def first(local_rank):\n    if local_rank not in [-1, 0]: dist.barrier()\n    yield\n"
+    "    if local_rank == 0: dist.barrier()\nwith first(local_rank): load()",
     "the end of data": "while True:\n    try: b = next(it)\n    except StopIteration: break\n    dist.all_reduce(b)",
     "a shared way out": "for b in loader:\n    trainer.step(b)\n    if trainer.num_steps > 3: break",
     "a rank that is a number": "for rank in range(3):\n    if rank == 0: dist.barrier()",

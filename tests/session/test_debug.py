@@ -172,6 +172,14 @@ def test_quitting_a_breakpoint_ends_the_cell(nb: Notebook) -> None:
     assert output.error == "BdbQuit on rank 2: the debugger was quit, and the cell with it"
 
 
+def test_a_breakpoint_may_be_all_of_a_statement(nb: Notebook) -> None:
+    output = nb("%%distributed -r 1\nx = 20\nbreakpoint()\ny = 22", answers=["p x", "n", "c"])
+    text = plain(output.stdout)
+    assert re.findall(r"-> (\d) (.*)", text) == [("3", "breakpoint()"), ("4", "y = 22")]
+    assert "Return" not in text
+    assert "__return__" not in nb("%%distributed -r 1\nsorted(globals())").plain[0]
+
+
 def test_stepping_out_of_the_cell_ends_in_the_cell(nb: Notebook) -> None:
     output = nb("%%distributed -r 1\nimport pdb\npdb.set_trace()\nx = 1\ny = 2", answers=["n", "n", "n"])
     assert output.status == "ok", output.error

@@ -83,7 +83,8 @@ class State(ABC):
         """Go both ways: nothing is known."""
         before = dict(self.env)
         first, ended = self._captured(then)
-        one, self.env = self.env, before
+        one = dict(self.env)
+        self._replace_env(before)  # the same object: the cell's functions look names up in it when they are called
         second, other = self._captured(otherwise)
         self._join(one, ended, other)
         if ended != other:  # the way that ends is part of what is compared
@@ -148,9 +149,6 @@ class State(ABC):
 
     def _condition(self) -> int:
         return self._under[-1] if self._under else 0
-
-    def _is_false(self, value: Value) -> bool:
-        return value.known and not true(value)
 
     def _forget_what_changes(self, node: ast.stmt) -> None:
         """What a loop binds has another value at each turn."""

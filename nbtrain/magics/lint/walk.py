@@ -9,7 +9,7 @@ from typing import Any
 from nbtrain.magics.lint import values
 from nbtrain.magics.lint.calls import Calls
 from nbtrain.magics.lint.expressions import turns_text
-from nbtrain.magics.lint.state import Class, Env, Function
+from nbtrain.magics.lint.state import Class, Env, Function, true
 from nbtrain.magics.lint.trace import Exit, Failure, Trace
 from nbtrain.magics.lint.values import UNKNOWN, Value, known, of_rank
 
@@ -156,9 +156,9 @@ class Walk(Calls):
     _do_AsyncFor = _do_For
 
     def _do_While(self, node: ast.While) -> str:
-        if self._is_false(self._eval(node.test)):
-            return self._block(node.orelse)
         first = self._eval(node.test)
+        if first.known and not true(first):
+            return self._block(node.orelse)
         self._forget_what_changes(node)
         ended = self._loop(node, ast.unparse(node.test), first.ranked, lambda: self._block(node.body))
         return ended or self._block(node.orelse)
