@@ -151,7 +151,8 @@ def _look(rank: int, dead: Mapping[int, Death], cells: Sequence[Cell], answer: A
         return Look(rank, "silent", about, seconds)
     at = answer["user"] or answer["cell"]
     place = f"{_where(at)}: {at['line'].strip()}" if at else ""
-    return Look(rank, state, about, seconds, place, answer["spot"], tuple(map(_wait, answer["pending"])))
+    spot = "input or a debugger" if answer["asks"] else answer["spot"]
+    return Look(rank, state, about, seconds, place, spot, tuple(map(_wait, answer["pending"])))
 
 
 def _wait(entry: Mapping[str, Any]) -> Wait:

@@ -94,6 +94,8 @@ class HangWatch:
         now = time.monotonic()
         if case.cell.done:
             self.close(case.cell)
+        elif case.cell.prompting:  # others wait for the person, who knows
+            case.cell.heard = now
         elif now - case.cell.heard < self.after - self._between:
             with self._lock:
                 self._put_away(case)

@@ -212,6 +212,11 @@ class Members:
         """Ask a rank's control thread, which answers while a cell runs; None if it does not within ``timeout`` s."""
         return self.ask_all([rank], name, timeout, **args).get(rank)
 
+    def answer(self, rank: int, **reply: Any) -> None:
+        """Answer a rank's prompt, without waiting for the rank. From any thread."""
+        with contextlib.suppress(OSError, KeyError):  # its process has ended meanwhile
+            self._need_client().ask(rank, "answer", **reply)
+
     def signal(self, rank: int, number: int) -> None:
         """Signal a rank's process: ours by pid and create time, another host's through ipyparallel."""
         process = self.processes.get(rank)

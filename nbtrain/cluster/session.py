@@ -24,6 +24,7 @@ from nbtrain.cluster.hangwatch import HANG_AFTER_S, HangWatch
 from nbtrain.cluster.members import Members
 from nbtrain.cluster.options import Options
 from nbtrain.cluster.output import CellOutput, Publisher
+from nbtrain.cluster.prompts import first_failed, require_input
 from nbtrain.cluster.ranks import compact, parse
 from nbtrain.cluster.replay import Replay
 from nbtrain.cluster.report import Healing, Holdings, Status
@@ -46,6 +47,7 @@ from nbtrain.plan.footprint import format_bytes
 
 SECOND_GRACE_S = 0.5  # what ranks get after a second interrupt: they may be on their way back
 GUARD_MODES = ("cells", "on", "off")
+_DEBUG = "get_ipython().debugger(force=True)"
 LISTENED_CELLS = 200  # so many ended cells still show what their threads print
 
 _current: Session | None = None
@@ -263,7 +265,7 @@ class Session:
             self.push(push, ranks)
         begun = self._num_cells
         try:
-            cell = self._send(source, targets, name, label, offset, keep=values or not block)
+            cell = self._send(source, targets, name, label, offset, keep=values or not block, attended=block)
             self._replay.remember(targets, code, label, offset)
             if not block:
                 return self._handle(cell)
@@ -274,6 +276,23 @@ class Session:
             holdings = self._call("parallelize_names", targets, list(parallelize))
             Holdings(dict(zip(targets, holdings, strict=True))).show()
         return self._values(cell) if values else None
+
+    def debug(self, ranks: str = "all") -> None:
+        """A debugger on the last error's frames, on the one of ``ranks`` that failed first. It asks in this cell.
+
+        Raises:
+            UsageError: none of them had an error.
+        """
+        targets = self._targets(ranks)
+        rank = first_failed({rank: self.ask(rank, "last_error", 1.0) for rank in targets})
+        if rank is None:
+            raise UsageError(f"{ranks_text(targets)} had no error to debug; type it after a cell that failed")
+        require_input("%distributed debug")
+        begun = self._num_cells
+        try:  # the groups are left as the error left them
+            self._await(self._send(_DEBUG, [rank], "", "the debugger", 0, keep=False, mend=False), None)
+        except KeyboardInterrupt as interrupt:
+            raise self._interrupted(begun, interrupt) from None
 
     def interrupt(self, ranks: str = "all") -> list[int]:
         """Interrupt the cells that run on ``ranks``, as Ctrl-C would; returns the ranks that ran them.
@@ -373,15 +392,28 @@ class Session:
                 raise RankDiedError(f"{members.dead[rank].told(rank)}; {replace_advice(members.dead)}")
         return targets
 
-    def _send(self, source: str, targets: list[int], name: str, label: str, offset: int, keep: bool) -> Cell:
+    def _send(
+        self,
+        source: str,
+        targets: list[int],
+        name: str,
+        label: str,
+        offset: int,
+        keep: bool,
+        *,
+        attended: bool = True,
+        mend: bool = True,
+    ) -> Cell:
         self._refuse_if_busy(targets)
-        self._mend_groups()
+        if mend:
+            self._mend_groups()
         members, publisher = self._ready(), self._publisher
         assert publisher is not None
         assert members.client is not None
         self._num_cells += 1
         output = CellOutput(targets, sinks.current(), members.folder / f"output-of-cell-{self._num_cells}.txt")
         cell = Cell(targets, output, publisher, self._num_cells, name, label, alone=len(targets) == self.world_size)
+        cell.prompts.open(members.answer, attended=attended)
         about = {"number": cell.number, "label": label, "offset": offset, "keep": keep, "ranks": targets}
         with uninterrupted():  # a cell that only some ranks got would never end
             self._cells.append(cell)

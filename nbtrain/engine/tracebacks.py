@@ -39,7 +39,7 @@ _SPOTS = tuple(
 )
 MAX_MESSAGE = 4000  # characters of an exception's text
 
-# What the notebook calls a cell's file, and by how many lines its own first line precedes the code that was sent.
+# What the notebook calls a cell's file, and what must be added to Python's line numbers to get the cell's.
 CELLS: dict[str, tuple[str, int]] = {}
 
 
@@ -105,6 +105,12 @@ def cell_line() -> dict[str, Any] | None:
     while innermost is not None and not is_cell(innermost.f_code.co_filename):
         innermost = innermost.f_back
     return innermost and source_line(innermost.f_code.co_filename, innermost.f_lineno, innermost.f_code.co_name)
+
+
+def pad(file: str, num_lines: int) -> None:
+    """Make ``file``'s source begin ``num_lines`` further down: those of the cell that were not sent."""
+    size, stamp, lines, name = linecache.cache[file]  # type: ignore[misc]
+    linecache.cache[file] = (size, stamp, ["\n"] * num_lines + lines, name)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 from nbtrain.errors import UsageError, nearest
 
-VERBS = ("start", "status", "stop", "restart", "interrupt", "where", "guard", "push", "pull", "auto")
+VERBS = ("start", "status", "stop", "restart", "interrupt", "where", "guard", "debug", "push", "pull", "auto")
 SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}  # IPython's, not the user's
-LATER = ("resize", "export", "debug")  # verbs of later releases
+LATER = ("resize", "export")  # verbs of later releases
 
 
 class Parser(argparse.ArgumentParser):
