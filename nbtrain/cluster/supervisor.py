@@ -14,6 +14,7 @@ from nbtrain.errors import CellInterrupted
 
 WATCH_S = 0.25  # between two looks at the ranks that still run a cell
 WAITS_S = 1.0  # in a collective, while another rank of the cell has failed
+DEAD_S = 0.1  # while another has died
 PYTHON_GRACE_S = 0.3  # Python code answers SIGINT in well under this
 # A rank that was stopped (SIGSTOP, a debugger) hears nothing before it goes on.
 _INTERRUPT = [signal.SIGINT, *([signal.SIGCONT] if hasattr(signal, "SIGCONT") else [])]
@@ -36,7 +37,8 @@ class Supervisor:
             if cell.wait(WATCH_S if left is None else min(left, WATCH_S)):
                 return True
             if cell.failures or cell.deaths:
-                self.members.free(self._waiting(cell.running))
+                # one that died joins nothing any more; one that failed may be waited for on purpose
+                self.members.free(self._waiting(cell.running, DEAD_S if cell.deaths else WAITS_S))
 
     def end(self, cell: Cell, grace_s: float = INTERRUPT_GRACE_S) -> None:
         """Interrupt what still runs the cell, and free what waits in C++, where no interrupt arrives.
@@ -76,10 +78,10 @@ class Supervisor:
             self.members.free(ranks)
             raise CellInterrupted("interrupted before the cell was sent; the ranks kept their state") from None
 
-    def _waiting(self, ranks: Iterable[int]) -> list[int]:
-        """Those that have waited in a collective for so long that a failed rank must be why."""
+    def _waiting(self, ranks: Iterable[int], seconds: float) -> list[int]:
+        """Those that have waited in a collective for longer than ``seconds``."""
         pending = self.members.ask_all(ranks, "pending", 1.0)
-        return [rank for rank, entries in pending.items() if entries and entries[0]["waits_s"] > WAITS_S]
+        return [rank for rank, entries in pending.items() if entries and entries[0]["waits_s"] > seconds]
 
     def _interrupt(self, ranks: Iterable[int]) -> None:
         for rank in ranks:

@@ -63,6 +63,8 @@ def outcome(kind: type[Contender], code: str) -> Outcome:
     try:
         contender.start()
         contender.cell(f"import os, torch\nimport torch.distributed as dist\n{KEPT}")
+        if _good_ranks(contender) != 4:
+            raise RuntimeError(f"{contender.name}: its ranks are not read rightly before anything went wrong")
         children = psutil.Process(contender.kernel.manager.provisioner.pid).children(recursive=True)
         back_s, interrupts = _suffer(contender, code)
         good = _good_ranks(contender) if back_s is not None else 0

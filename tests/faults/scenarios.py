@@ -63,7 +63,7 @@ def make(plan):
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), *blocks, nn.Linear(16, 4))
     return nt.Trainer(model, plan, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-                      loss_fn=nn.functional.mse_loss, grad_clip=1.0)
+                      loss_fn=nn.functional.mse_loss, grad_clip=1.0, redundancy=True)
 
 def batch(step):
     g = torch.Generator().manual_seed(1000 * step + rank)
