@@ -1,4 +1,4 @@
-"""What a rank's namespace holds that lies on several ranks: laid-out models and their trainers, found and addressed."""
+"""What a rank's namespace holds a part of: laid-out models, their trainers and loaders; found and addressed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from torch import nn
 
 from nbtrain.parallel import live
 from nbtrain.parallel.layout import Layout, layout_of
+from nbtrain.parallel.loader import Loader
 from nbtrain.parallel.parcel import Address
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.parallel.trainer import Trainer
 
 ModelKey = tuple[str, int | str]
+TRAINER_PARTS = ("trainer", "optimizer", "scheduler")
+LOADER_PARTS = ("loader", "dataset")
 
 
 @dataclass
@@ -40,10 +43,12 @@ class Belongings:
     Attributes:
         models: By a key that is the same on every rank: the number of the first trainer, or a name.
         trainers: By their number.
+        loaders: By name.
     """
 
     models: dict[ModelKey, Model] = field(default_factory=dict)
     trainers: dict[int, Trainer] = field(default_factory=dict)
+    loaders: dict[str, Loader] = field(default_factory=dict)
 
     def model_of(self, trainer: Trainer) -> ModelKey:
         """The key of a trainer's model."""
@@ -65,8 +70,10 @@ class Belongings:
             KeyError: This rank has none there.
         """
         kind, key, *name = address
-        if kind in ("trainer", "optimizer", "scheduler"):
+        if kind in TRAINER_PARTS:
             return dict(_of_trainer(self.trainers[key]))[kind]
+        if kind in LOADER_PARTS:
+            return dict(_of_loader(self.loaders[key]))[kind]
         return dict(_of_model(self.models[key]))[(kind, *name)]
 
     def _addressed(self) -> Iterator[tuple[Address, Any]]:
@@ -74,8 +81,9 @@ class Belongings:
             for (kind, *name), thing in _of_model(model):
                 yield (kind, key, *name), thing
         for number, trainer in self.trainers.items():
-            for part, thing in _of_trainer(trainer):
-                yield (part, number), thing
+            yield from (((part, number), thing) for part, thing in _of_trainer(trainer))
+        for label, loader in self.loaders.items():
+            yield from (((part, label), thing) for part, thing in _of_loader(loader))
 
 
 def find_belongings(namespace: dict[str, Any]) -> Belongings:
@@ -83,14 +91,15 @@ def find_belongings(namespace: dict[str, Any]) -> Belongings:
     found = Belongings()
     steppers = {id(stepper): number for number, stepper in live.resumables().items()}
     # ranks may have bound the names in another order; IPython binds some with an underscore
-    named = [value for name, value in sorted(namespace.items()) if not name.startswith("_")]
-    for trainer in (value for value in named if isinstance(value, Trainer) and not value._stepper.lost):
+    named = [(name, value) for name, value in sorted(namespace.items()) if not name.startswith("_")]
+    for trainer in (value for _, value in named if isinstance(value, Trainer) and not value._stepper.lost):
         found.trainers.setdefault(steppers[id(trainer._stepper)], trainer)
     for number, trainer in sorted(found.trainers.items()):
         _add_model(found, ("trainer", number), trainer.model)
-    for name, value in sorted(namespace.items()):
-        if isinstance(value, nn.Module) and not name.startswith("_"):
+    for name, value in named:
+        if isinstance(value, nn.Module):
             _add_model(found, ("name", name), value)
+    found.loaders = {name: value for name, value in named if isinstance(value, Loader)}
     return found
 
 
@@ -124,6 +133,11 @@ def _of_trainer(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     yield "optimizer", trainer.optimizer
     if trainer._stepper.scheduler is not None:
         yield "scheduler", trainer._stepper.scheduler
+
+
+def _of_loader(loader: Loader) -> Iterator[tuple[str, Any]]:
+    yield "loader", loader
+    yield "dataset", loader.dataset
 
 
 def tensors_of(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:

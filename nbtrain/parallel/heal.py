@@ -1,4 +1,4 @@
-"""`heal`: models and trainers on a rank that takes a dead one's place.
+"""`heal`: models, trainers and loaders on a rank that takes a dead one's place.
 
 ::
 
@@ -19,8 +19,8 @@ from typing import Any
 
 from nbtrain.errors import NbtrainError
 from nbtrain.parallel import mesh, shard
-from nbtrain.parallel.belongings import Belongings, ModelKey, find_belongings, strangers
-from nbtrain.parallel.heirs import Heir, Here, ModelHeir, TrainerHeir
+from nbtrain.parallel.belongings import LOADER_PARTS, TRAINER_PARTS, Belongings, ModelKey, find_belongings, strangers
+from nbtrain.parallel.heirs import Heir, Here, LoaderHeir, ModelHeir, TrainerHeir
 from nbtrain.parallel.parcel import definitions
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.parallel.transfer import broadcast, gather, receive, send
@@ -29,11 +29,13 @@ _SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
 _DEFINED = (types.ModuleType, types.FunctionType, type)
 _AGAIN = "make the model and the trainer again, and load a checkpoint"
 _TRAINER_AGAIN = "the model is whole: make the trainer again"
+_ORDER: list[type] = [ModelHeir, TrainerHeir, LoaderHeir]  # what comes later may link to what was before
 _GONE = "its shards were on no other rank; next time type Trainer(..., redundancy=True)"
 
 
 def heal(namespace: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any]:
-    """Gives newcomers the models and trainers that the dead ranks had, at the step at which the others are. Collective.
+    """Gives newcomers what the dead ranks had: models and trainers at the step at which the others are, loaders with
+    their datasets and positions. Collective.
 
     The groups stand, and `live.rebind` has run on all ranks. Random states of newcomers stay as they are, unless a
     mirror knows the dead rank's: dropout then goes on as it would have.
@@ -80,9 +82,13 @@ class _Healing:
         return self._report()
 
     def _survey(self) -> list[Heir]:
-        """What any survivor has, models first, and what the newcomers' namespaces hold."""
+        """What any survivor has, and what the newcomers' namespaces hold."""
         own, names = self._here.belongings, self._here.namespace
-        heirs = [*map(ModelHeir, own.models), *map(TrainerHeir, sorted(own.trainers))]
+        heirs: list[Heir] = [
+            *map(ModelHeir, own.models),
+            *map(TrainerHeir, own.trainers),
+            *map(LoaderHeir, own.loaders),
+        ]
         reports = gather((heirs, set(names), definitions(names)))
         theirs = [reports[rank] for rank in self._newcomers]
         self._here.theirs = set.intersection(*(names for _, names, _ in theirs))
@@ -92,7 +98,7 @@ class _Healing:
         for heir in everything:
             if not all(heir in heirs for heirs in had):
                 self._lost[heir] = "not every rank has it under the same names"
-        return sorted(everything, key=lambda heir: isinstance(heir, TrainerHeir))
+        return sorted(everything, key=lambda heir: _ORDER.index(type(heir)))
 
     def _carry(self, heir: Heir) -> str:
         """Why ``heir`` could not be carried over; "" where it was."""
@@ -128,6 +134,8 @@ class _Healing:
 
     def _routes(self, heir: Heir) -> dict[int, tuple[int, bool]] | str:
         """For each newcomer the source, and whether it sends what it mirrors; or why there is none. On the donor."""
+        if isinstance(heir, LoaderHeir):
+            return dict.fromkeys(self._newcomers, (self._rank, False))
         key = self._model_key(heir)
         if isinstance(heir, TrainerHeir) and (reason := self._lost.get(ModelHeir(key))):
             return reason
@@ -154,6 +162,7 @@ class _Healing:
         return mirrors[0].holder_of(newcomer) if mirrors and mirrors[0] is not None else None
 
     def _model_key(self, heir: Heir) -> ModelKey:
+        """Of a model, or of a trainer's."""
         if isinstance(heir, ModelHeir):
             return heir.key
         assert isinstance(heir, TrainerHeir)
@@ -201,7 +210,9 @@ class _Healing:
     @staticmethod
     def _heir_at(address: tuple[Any, ...]) -> Heir:
         kind, key, *_ = address
-        return TrainerHeir(key) if kind in ("trainer", "optimizer", "scheduler") else ModelHeir(key)
+        if kind in TRAINER_PARTS:
+            return TrainerHeir(key)
+        return LoaderHeir(key) if kind in LOADER_PARTS else ModelHeir(key)
 
 
 class _Attempt:

@@ -1,4 +1,4 @@
-"""What a rank that takes a dead one's place inherits: the parts of a model or a trainer, and how each is carried over.
+"""What a rank that takes a dead one's place inherits: models, trainers and loaders, and how each is carried over.
 
 Three ranks take part: a donor, which has the same structure; a source, which has the same numbers; the newcomer.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from nbtrain.errors import ModelError
+from nbtrain.errors import ModelError, UsageError
 from nbtrain.parallel import live, mesh, optimizer_state
 from nbtrain.parallel.belongings import Belongings, Model, ModelKey, tensors_of
 from nbtrain.parallel.blueprint import attributes, materialise, set_attributes
@@ -26,6 +27,10 @@ from nbtrain.parallel.parallelize import lay_out_again
 from nbtrain.parallel.parcel import Packer, Unpacker
 from nbtrain.parallel.snapshot import set_random_state
 from nbtrain.parallel.trainer import Trainer
+from nbtrain.plan.footprint import format_bytes
+
+SENT_BYTES = 256 * 2**20
+"""More than that, beside a model's and an optimizer's tensors, is not sent: it is a dataset."""
 
 
 @dataclass
@@ -46,9 +51,13 @@ class Here:
     theirs: Collection[str] = ()
     definitions: Collection[str] = ()
 
-    def pack(self, thing: Any) -> bytes:
-        """``thing`` for the newcomers."""
-        with io.BytesIO() as file:
+    def pack(self, thing: Any, limit: float = math.inf) -> bytes:
+        """``thing`` for the newcomers.
+
+        Raises:
+            UsageError: It takes more than ``limit`` bytes.
+        """
+        with _Limited(limit) as file:
             Packer(file, self.carried.addresses(), self.namespace, self.theirs, self.definitions).dump(thing)
             return file.getvalue()
 
@@ -57,8 +66,19 @@ class Here:
         return Unpacker(data, self.belongings.find, self.namespace).load()
 
 
+class _Limited(io.BytesIO):
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._limit:
+            raise UsageError(f"it takes more than {format_bytes(int(self._limit))}; make it again on all ranks")
+        return super().write(data)
+
+
 class Heir(Protocol):
-    """A model or a trainer on its way."""
+    """A model, a trainer or a loader on its way."""
 
     def structure(self, here: Here) -> bytes:
         """On the donor: all but large tensors."""
@@ -136,7 +156,7 @@ class TrainerHeir:
     number: int
 
     def structure(self, here: Here) -> bytes:
-        return here.pack(_Itself(vars(here.belongings.trainers[self.number])))
+        return here.pack(_Itself(vars(here.belongings.trainers[self.number])), SENT_BYTES)
 
     def numbers(self, here: Here, mirrored: bool) -> Any:
         stepper = here.belongings.trainers[self.number]._stepper
@@ -166,6 +186,31 @@ class TrainerHeir:
 
     def drop(self, here: Here) -> None:
         here.belongings.trainers.pop(self.number, None)
+
+
+@dataclass(frozen=True)
+class LoaderHeir:
+    """A loader with its dataset and its position, where the dataset isn't large."""
+
+    name: str
+
+    def structure(self, here: Here) -> bytes:
+        return here.pack(here.belongings.loaders[self.name], SENT_BYTES)
+
+    def numbers(self, here: Here, mirrored: bool) -> Any:
+        return None
+
+    def build(self, here: Here, structure: bytes) -> None:
+        here.belongings.loaders[self.name] = here.unpack(structure)
+
+    def take(self, here: Here, numbers: Any) -> None:
+        pass
+
+    def settle(self, here: Here) -> None:
+        here.carried.loaders[self.name] = here.belongings.loaders[self.name]
+
+    def drop(self, here: Here) -> None:
+        here.belongings.loaders.pop(self.name, None)
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ class Loader:
     """Iterating it goes once through the dataset; the next time through the next epoch, in another order.
 
     Attributes:
+        dataset: What it reads.
         batch_size: Global, in samples.
         epoch: Of the next iteration, or of the one that runs.
     """
 
-    def __init__(self, dataset: Dataset[Any], order: Order, part: int, num_parts: int, options: dict[str, Any]) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset[Any], order: Order, plan: Plan, options: dict[str, Any]) -> None:
+        self.dataset = dataset
         self._order = order
-        self._part = part
-        self._num_parts = num_parts
+        self._plan = plan
         self._options = options
         self._done = 0
         self._resumed = True
@@ -39,7 +39,7 @@ class Loader:
         return self._order.batch_size
 
     def __repr__(self) -> str:
-        share = f"{self.batch_size} samples a batch over {self._num_parts} rank{'s' * (self._num_parts > 1)}"
+        share = f"{self.batch_size} samples a batch over {self._plan.dp} rank{'s' * (self._plan.dp > 1)}"
         return f"<Loader: {share}, {len(self)} batches an epoch>"
 
     def __len__(self) -> int:
@@ -72,14 +72,16 @@ class Loader:
         self.load_state_dict({"epoch": epoch, "batches": 0})
 
     def _remaining(self) -> Iterator[Any]:
+        # asked for here, not kept: a rank that takes a dead one's place gets another rank's loader
+        part = data_coordinate(self._plan, rank())
         shares = [
-            share(indices, self._part, self._num_parts)
+            share(indices, part, self._plan.dp)
             for number, indices in enumerate(self._order.batches(self.epoch))
             if number >= self._done
         ]
         # its own generator: workers' seeds must not draw from the global one
         generator = self._order.generator(self.epoch)
-        yield from DataLoader(self._dataset, batch_sampler=shares, generator=generator, **self._options)
+        yield from DataLoader(self.dataset, batch_sampler=shares, generator=generator, **self._options)
 
 
 def loader(
@@ -122,7 +124,7 @@ def loader(
     order = Order(len(dataset), batch_size, shuffle, seed, drop_last)
     _check(order, plan.dp)
     _check_options(options)
-    return Loader(dataset, order, data_coordinate(plan, rank()), plan.dp, {"num_workers": num_workers, **options})
+    return Loader(dataset, order, plan, {"num_workers": num_workers, **options})
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

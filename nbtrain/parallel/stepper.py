@@ -109,8 +109,8 @@ class Stepper:
             self.mirror = Mirror(self.model, self.optimizer, self.layout)
 
     def __getstate__(self) -> dict[str, Any]:
-        # on its way to another rank, which mirrors another one
-        return {**vars(self), "mirror": None}
+        # on its way to another rank, which mirrors another one and has begun no step
+        return {**vars(self), "mirror": None, "_snapshot": None}
 
     def require_whole(self) -> None:
         """Raises where a part of the model or its optimizer died with a rank.

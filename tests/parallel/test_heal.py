@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -201,10 +202,18 @@ def check(kind: str, plan: str, dying: tuple[int, ...], place: str) -> None:
         torch.testing.assert_close(after, state, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("plan", ["ddp", "hsdp", "zero3"])
-def test_wherever_a_rank_dies(plan: str, place: str) -> None:
-    check("net", plan, (1,), place)
+def _sweep() -> list[tuple[str, str, str, int]]:
+    """Every plan with every place; models and ranks take turns."""
+    cases = []
+    for turn, (plan, place) in enumerate(itertools.product(PLANS, PLACES)):
+        kinds = list(KINDS) if PLANS[plan][2] else ["net", "gpt"]  # dropout goes on where a mirror knows how
+        cases.append((kinds[turn % len(kinds)], plan, place, (turn + turn // len(PLACES)) % PLANS[plan][1]))
+    return cases
+
+
+@pytest.mark.parametrize(("kind", "plan", "place", "rank"), _sweep())
+def test_wherever_a_rank_dies(kind: str, plan: str, place: str, rank: int) -> None:
+    check(kind, plan, (rank,), place)
 
 
 @pytest.mark.parametrize("plan", list(PLANS))

@@ -275,3 +275,58 @@ def test_a_trainer_that_has_not_stepped_is_healed_without_a_warning_of_its_sched
         return trainer.optimizer.param_groups[0]["lr"]
 
     assert after_death(make, check) == [pytest.approx(0.001)] * 2
+
+
+def test_loaders_go_on_where_they_were_with_the_newcomers_share() -> None:
+    def make() -> dict[str, Any]:
+        dataset = torch.utils.data.TensorDataset(torch.arange(24))
+        loader = nt.loader(
+            dataset, nt.Plan(), batch_size=6, collate_fn=lambda items: [item.item() for (item,) in items]
+        )
+        for _ in range(2):
+            list(loader)
+        next(iter(loader))
+        return {"dataset": dataset, "loader": loader}
+
+    def check(namespace: dict[str, Any], report: dict[str, Any]) -> list[int]:
+        assert report == {"healed": ["dataset", "loader"], "lost": {}, "missing": []}
+        loader = namespace["loader"]
+        assert loader.dataset is namespace["dataset"]
+        loader.load_state_dict(loader.state_dict())
+        assert loader.state_dict() == {"epoch": 2, "batches": 1}
+        return [sample for batch in loader for sample in batch]
+
+    shares = after_death(make, check, world_size=3)
+    assert len({sample for share in shares for sample in share}) == 18
+    assert [len(share) for share in shares] == [6, 6, 6]
+
+
+def test_a_large_dataset_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbtrain.parallel.heirs.SENT_BYTES", 1000)
+
+    def make() -> dict[str, Any]:
+        dataset = torch.utils.data.TensorDataset(torch.arange(2400))
+        return {"dataset": dataset, "loader": nt.loader(dataset, nt.Plan(), batch_size=6)}
+
+    def check(namespace: dict[str, Any], report: dict[str, Any]) -> list[str]:
+        assert report["missing"] == []
+        return [report["lost"]["loader"], report["lost"]["dataset"]]
+
+    assert after_death(make, check) == [["it takes more than 1000 B; make it again on all ranks"] * 2] * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_library_models_are_healed(name: str) -> None:
+    def make() -> dict[str, Any]:
+        torch.manual_seed(2)
+        options = {"loss_fn": None, "redundancy": True}
+        return {"trainer": trainer_of(models.CASES[name].make(), "zero=3", **options)}
+
+    def check(namespace: dict[str, Any], report: dict[str, Any]) -> list[float]:
+        assert report["lost"] == {}
+        batch = models.CASES[name].batch(torch.Generator().manual_seed(0), 2)
+        return [namespace["trainer"].step(**batch).item() for _ in range(3)]
+
+    results = after_death(make, check)
+    assert results[0] == results[1]
+    assert results[0][2] < results[0][0]
