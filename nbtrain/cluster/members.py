@@ -52,6 +52,7 @@ class Members:
         self.groups_lost = False
         self.newcomers: tuple[int, ...] = ()
         self._ending: set[int] = set()  # ranks that are being ended, to be replaced
+        self._unanswered: dict[int, Future[Any]] = {}  # the last call's
         self._generation = 0
         self._request = request
         self._on_death = on_death
@@ -91,6 +92,7 @@ class Members:
                 answers = {rank: client.call(rank, name, *args, **kw) for rank, (args, kw) in arguments.items()}
         except (TypeError, ValueError, AttributeError, PickleError) as problem:
             raise UsageError(f"{name}: a value cannot be sent to the ranks: {problem}") from problem
+        self._unanswered = answers
         self._wait_for(answers)
         try:
             return [answer.result() for answer in answers.values()]
@@ -98,6 +100,11 @@ class Members:
             raise as_error(failed.rank, failed.failure) from None
         except ConnectionError as lost:
             raise RankDiedError(str(lost)) from None
+
+    def unanswered(self, timeout: float) -> list[int]:
+        """The ranks that have not answered the last call within ``timeout`` seconds."""
+        futures.wait(self._unanswered.values(), timeout)
+        return [rank for rank, answer in self._unanswered.items() if not answer.done()]
 
     def _wait_for(self, answers: dict[int, Future[Any]]) -> None:
         """Wait for all; where one has failed, the others may wait for it and are freed."""

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from IPython.core.getipython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbtrain.cluster import hang, sinks
@@ -427,7 +426,7 @@ class Session:
         members = self._ready()
         if self._busy() or members.dead or not members.groups_lost:
             return
-        with self._supervising().interruptible(range(members.world_size)):
+        with self._supervising().interruptible():
             members.rejoin()
 
     def _replace(self, ranks: Iterable[int], replay: bool) -> None:
@@ -446,6 +445,7 @@ class Session:
             notes: list[str] = []
             reports = members.heal(lambda rank: notes.extend(self._define(rank, replay)))
         except KeyboardInterrupt:
+            self._supervising().end_call()
             again = f"%distributed restart --ranks {compact(wanted)}"
             raise CellInterrupted(f"{ranks_text(wanted)} were being replaced; type {again} once more") from None
         Healing(wanted, time.monotonic() - began, reports, notes, replay).show()
@@ -566,7 +566,7 @@ class Session:
     def _call(self, name: str, ranks: Iterable[int], *args: Any) -> list[Any]:
         targets = list(ranks)
         self._refuse_if_busy(targets)
-        with self._supervising().interruptible(targets):
+        with self._supervising().interruptible():
             return self._ready().call(name, targets, *args)
 
     def _died(self, rank: int, death: Death) -> None:
@@ -596,9 +596,7 @@ def check_syntax(source: str) -> str:
     Raises:
         SyntaxError: with the line of the source.
     """
-    shell = get_ipython()
-    transform = shell.transform_cell if shell is not None else TransformerManager().transform_cell
-    code: str = transform(source)
+    code: str = TransformerManager().transform_cell(source)  # not the shell's own: `auto` would transform it again
     compile(code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     return code
 

@@ -78,14 +78,22 @@ class Supervisor:
         )
 
     @contextlib.contextmanager
-    def interruptible(self, ranks: Iterable[int]) -> Iterator[None]:
-        """Let Ctrl-C end what ``ranks`` are called for; they may wait for each other in it."""
+    def interruptible(self) -> Iterator[None]:
+        """Let Ctrl-C end a call of `Members.call`; ranks may wait for each other in it, or not have begun it."""
         try:
             yield
         except KeyboardInterrupt:
-            self._interrupt(ranks)
-            self.members.free(ranks)
+            self.end_call()
             raise CellInterrupted("interrupted before the cell was sent; the ranks kept their state") from None
+
+    def end_call(self) -> None:
+        """Interrupt the last call until every rank has answered it: a rank that begins it later would wait alone."""
+        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        left = self.members.unanswered(0.0)
+        while left and time.monotonic() < deadline:
+            self._interrupt(left)
+            self.members.free(left)
+            left = self.members.unanswered(PYTHON_GRACE_S)
 
     def _waiting(self, ranks: Iterable[int], seconds: float) -> list[int]:
         """Those that have waited in a collective for longer than ``seconds``."""

@@ -122,11 +122,19 @@ def rejoin(
 
 
 def leave() -> None:
-    """Destroy the groups, dead or alive."""
+    """Destroy the groups, dead or alive, and what an interrupt has left of one that was being formed."""
     _member.whole = False
     wires.cut()
     if dist.is_initialized():
         dist.destroy_process_group()
+    world: Any = c10d._world
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+        table.clear()
+    world.tags_to_pg.clear()
+    torch._C._distributed_c10d._unregister_all_process_groups()
+    # Groups are named by this count, and ranks meet under these names: a rank that was interrupted while it formed its
+    # default group has counted it, and another may not.
+    world.group_count = 0
     wires.forget()
 
 

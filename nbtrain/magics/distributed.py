@@ -52,9 +52,9 @@ class DistributedMagics(Magics):
     # -- the cell ------------------------------------------------------------------------------------------------------
 
     def _run_cell(self, options: argparse.Namespace, source: str) -> Handle | None:
-        check_cell(source)
-        session = self._session(options)
         label, offset = self._place()
+        check_cell(source, offset)
+        session = self._session(options)
         self._warn(source, session, options.ranks, offset)
         answer = session.run(
             source,
@@ -198,13 +198,13 @@ def in_one_line(problem: Exception) -> Exception:
     return problem
 
 
-def check_cell(source: str) -> None:
-    """Refuse what is not Python in one line, before any rank sees it."""
+def check_cell(source: str, offset: int) -> None:
+    """Refuse what is not Python in one line, before any rank sees it; ``offset`` lines of the cell precede it."""
     if not source.strip():
         raise UsageError("the cell is empty; write what the ranks shall run below %%distributed")
     try:
         check_syntax(source)
     except SyntaxError as problem:
-        place = f"line {(problem.lineno or 0) + 1}" if problem.lineno else "the cell"
+        place = f"line {problem.lineno + offset}" if problem.lineno else "the cell"
         text = f": {problem.text.strip()}" if problem.text else ""
         raise UsageError(f"the cell is not Python, {place}{text}  ({problem.msg}); nothing ran") from None
