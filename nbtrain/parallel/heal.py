@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.errors import NbtrainError
+from nbtrain.errors import NbtrainError, SessionError
 from nbtrain.parallel import mesh, shard
 from nbtrain.parallel.belongings import LOADER_PARTS, TRAINER_PARTS, Belongings, ModelKey, find_belongings, strangers
 from nbtrain.parallel.heirs import Heir, Here, LoaderHeir, ModelHeir, TrainerHeir
@@ -185,8 +185,11 @@ class _Healing:
         """Binds the names on newcomers."""
         here = self._here
         healed, lost, names = broadcast(self._named() if self._is_donor else None, self._survivors[0])
+        found = _Attempt(lambda: {name: here.belongings.find(address) for name, address in healed.items()})
+        if problem := _first(found.problem if self._is_new else ""):
+            raise SessionError(f"a rank could not be healed: {problem}; {_AGAIN}")
         if self._is_new:
-            here.namespace.update({name: here.belongings.find(address) for name, address in healed.items()})
+            here.namespace.update(found.value or {})
         known = set.intersection(*(gather(set(here.namespace))[rank] for rank in self._newcomers))
         missing = [name for name in names if name not in known and name not in lost]
         return {"healed": list(healed), "lost": lost, "missing": missing}
