@@ -52,7 +52,7 @@ def heal(namespace: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any
 
 
 class _Healing:
-    """One call of `heal` on one rank. Methods with a leading verb in common are collective, in the order of `run`."""
+    """One call of `heal` on one rank. All ranks go through `run` in step: what they do in turn hangs on what all know."""
 
     def __init__(self, namespace: dict[str, Any], newcomers: tuple[int, ...]) -> None:
         self._newcomers = newcomers
@@ -76,7 +76,7 @@ class _Healing:
             else:
                 heir.settle(self._here)
         self._mark_lost()
-        for trainer in self._here.belongings.trainers.values():
+        for _, trainer in sorted(self._here.belongings.trainers.items()):
             if not trainer._stepper.lost:
                 trainer._stepper.mirror_again()
         return self._report()
