@@ -8,6 +8,7 @@
     ├── OptimizerError (ValueError)        an optimizer that would train nothing
     ├── BatchError (ValueError)            a batch that cannot be divided
     ├── GradientError (ArithmeticError)    gradients that are not finite
+    ├── CollectiveError (RuntimeError)     ranks that call different collectives, or one with different tensors
     ├── UsageError (ValueError)            a magic's line or an argument that cannot be understood
     │   └── RankSpecError                  ranks that do not exist
     └── SessionError (RuntimeError)        the session is not in the state that the request needs
@@ -52,6 +53,17 @@ class BatchError(NbtrainError, ValueError):
 
 class GradientError(NbtrainError, ArithmeticError):
     """Gradients that are not finite. The weights are those of the step before."""
+
+
+class CollectiveError(NbtrainError, RuntimeError):
+    """Ranks call different collectives where they must call the same, or one with different tensors.
+
+    ``begun``: some rank had begun, so that the group is not as it was; else nothing was sent.
+    """
+
+    def __init__(self, message: str, *, begun: bool = False) -> None:
+        super().__init__(message)
+        self.begun = begun
 
 
 class UsageError(NbtrainError, ValueError):

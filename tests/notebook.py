@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+
+PROMPT_S = 0.02  # between two looks at whether a cell asks
 
 
 @dataclass
@@ -19,6 +22,7 @@ class Output:
     ename: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    prompts: list[str] = field(default_factory=list)  # what a person was asked
 
     @property
     def stdout(self) -> str:
@@ -64,22 +68,24 @@ class Notebook:
         if load:
             assert self("%load_ext nbtrain").status == "ok"
 
-    def __call__(self, code: str, timeout: float = 60.0) -> Output:
-        """Run a cell and wait for its end."""
-        return self.wait(self.send(code), timeout)
+    def __call__(self, code: str, timeout: float = 60.0, answers: Sequence[str] | None = None) -> Output:
+        """Run a cell and wait for its end; what it asks gets ``answers``. Without any it is a page that takes none."""
+        return self.wait(self.send(code, allow_stdin=answers is not None), timeout, answers or ())
 
-    def send(self, code: str) -> str:
+    def send(self, code: str, *, allow_stdin: bool = False) -> str:
         """Run a cell without waiting; gives its request's id."""
-        request: str = self.client.execute(code)
+        request: str = self.client.execute(code, allow_stdin=allow_stdin)
         self.by_request[request] = Output(seconds=-time.monotonic())
         self.last_id = request
         return request
 
-    def wait(self, request: str, timeout: float = 60.0) -> Output:
+    def wait(self, request: str, timeout: float = 60.0, answers: Sequence[str] = ()) -> Output:
         output = self.by_request[request]
         deadline = time.monotonic() + timeout
-        while not self._next(deadline, request):
+        left = list(answers)
+        while not self._next(deadline, request, left):
             pass
+        assert not left, f"not asked for {left}, but for {output.prompts}"
         output.seconds += time.monotonic()
         while True:
             reply = self.client.get_shell_msg(timeout=timeout)
@@ -129,14 +135,33 @@ class Notebook:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _next(self, deadline: float, until_idle: str) -> bool:
-        """File one message; whether it says that ``until_idle`` has ended."""
+    def await_prompt(self, timeout: float = 30.0) -> str:
+        """Wait until the running cell asks, without answering; gives the prompt."""
+        return str(self.client.get_stdin_msg(timeout=timeout)["content"]["prompt"])
+
+    def _answer(self, answers: list[str]) -> None:
+        """Answer what the cell asks now, if it does."""
+        if not self.client.stdin_channel.msg_ready():
+            return
+        asked = self.client.get_stdin_msg(timeout=10)
+        self.by_request[asked["parent_header"]["msg_id"]].prompts.append(asked["content"]["prompt"])
+        assert answers, f"not prepared for {asked['content']['prompt']!r}"
+        self.client.input(answers.pop(0))
+
+    def _next(self, deadline: float, until_idle: str, answers: list[str] | None = None) -> bool:
+        """File one message, and answer what is asked meanwhile; whether it says that ``until_idle`` has ended."""
         import queue
 
-        try:
-            message = self.client.get_iopub_msg(timeout=max(deadline - time.monotonic(), 0.01))
-        except queue.Empty:
-            raise TimeoutError("no message in time") from None
+        while True:
+            step = deadline if answers is None else min(deadline, time.monotonic() + PROMPT_S)
+            try:
+                message = self.client.get_iopub_msg(timeout=max(step - time.monotonic(), 0.01))
+                break
+            except queue.Empty:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError("no message in time") from None
+            if answers is not None:
+                self._answer(answers)
         parent = message["parent_header"].get("msg_id", "")
         if message["msg_type"] == "status":
             return bool(parent == until_idle and message["content"]["execution_state"] == "idle")

@@ -9,6 +9,7 @@ from typing import Any
 
 from nbtrain.cluster.failures import Death, Failure, group, ranks_text, render, replace_advice, summary
 from nbtrain.cluster.output import CellOutput, Publisher
+from nbtrain.cluster.prompts import Prompts
 from nbtrain.errors import CellError, RankDiedError
 
 FOLLOW_S = 1.0  # between two states of a handle that is shown
@@ -36,8 +37,10 @@ class Cell:
         self.name = name
         self.title = repr(name) if name else label or "another cell"
         self.interrupted = False
+        self.prompts = Prompts()
         self.requests: list[str] = []
         self.started = time.monotonic()
+        self.heard = self.started  # when a rank last printed something or finished
         self.ended: float | None = None
         self.failures: dict[int, Failure] = {}
         self.deaths: dict[int, Death] = {}
@@ -72,6 +75,23 @@ class Cell:
             self._done.wait(left)
         return True
 
+    def await_news(self, timeout: float) -> bool:
+        """Wait until every rank has finished, or one asks a person, or ``timeout`` seconds; whether it has finished."""
+        self.prompts.news.wait(timeout)
+        self.prompts.news.clear()
+        return self.done
+
+    @property
+    def prompting(self) -> list[int]:
+        """The ranks that wait for a person: at an ``input()``, or in a debugger."""
+        return self.prompts.ranks
+
+    def put_prompts(self) -> float:
+        """Put what ranks ask to the person, below what was printed so far; gives the seconds that it took."""
+        if not self.prompting:
+            return 0.0
+        return self.prompts.put(lambda: self.output.publish(final=True), num_ranks=len(self.running))
+
     def error(self) -> Exception | None:
         """What the notebook raises: the first death, else the errors of the ranks, else nothing."""
         if self.deaths:
@@ -79,13 +99,19 @@ class Cell:
         if not self.failures:
             return None
         groups = group(self.failures)
-        return CellError(summary(groups), groups, render(groups))
+        was_quit = groups[0].first["chain"][-1]["ename"] == "BdbQuit"  # on purpose: what it did to others is no news
+        return CellError(summary(groups), groups, [summary(groups)] if was_quit else render(groups))
 
     def on_output(self, rank: int, kind: str, content: dict[str, Any]) -> None:
+        self.heard = time.monotonic()
+        if kind == "nbtrain_prompt":
+            self.prompts.on_message(rank, content)
+            return
         self.output.feed(rank, kind, content)
         self._publisher.touch(self.output)
 
     def on_reply(self, rank: int, content: dict[str, Any]) -> None:
+        self.heard = time.monotonic()
         if content["status"] != "ok":
             self.failures[rank] = content.get("nbtrain", {}).get("failure") or _bare(content)
         self.groups.add(content.get("nbtrain", {}).get("groups", "kept"))
@@ -110,6 +136,7 @@ class Cell:
 
     def _finish(self, rank: int) -> None:
         self.output.finish(rank)
+        self.prompts.drop(rank)
         self._publisher.touch(self.output)
         if self.running:
             return
@@ -118,6 +145,7 @@ class Cell:
                 return
             self.ended = time.monotonic()
             self._done.set()
+        self.prompts.news.set()
 
     def _death(self) -> RankDiedError:
         how = "; ".join(death.told(rank) for rank, death in sorted(self.deaths.items()))

@@ -75,7 +75,8 @@ class Request:
             "OMP_NUM_THREADS": str(self.threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # ranks share cores: a spinning rank steals a computing one's time
             **_on_loopback(),
-            "TORCH_FR_BUFFER_SIZE": "500",  # the flight recorder tells which collective a rank waits in
+            # The flight recorder tells which collective a rank waits in; 2,000 entries take 0.2 s to read.
+            "TORCH_FR_BUFFER_SIZE": "256",
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -196,7 +197,11 @@ class Members:
 
     def ask_all(self, ranks: Iterable[int], name: str, timeout: float, **args: Any) -> dict[int, Any]:
         """`ask` of several ranks at once; None for those that do not answer within ``timeout`` seconds."""
-        asked = {rank: self._need_client().ask(rank, name, **args) for rank in ranks if rank not in self.dead}
+        asked = {}
+        for rank in ranks:
+            with contextlib.suppress(KeyError, OSError, RuntimeError):  # it ends just now
+                if rank not in self.dead:
+                    asked[rank] = self._need_client().ask(rank, name, **args)
         futures.wait(asked.values(), timeout)
         return {
             rank: answer.result() if answer.done() and not answer.exception() else None
@@ -206,6 +211,11 @@ class Members:
     def ask(self, rank: int, name: str, timeout: float, **args: Any) -> Any:
         """Ask a rank's control thread, which answers while a cell runs; None if it does not within ``timeout`` s."""
         return self.ask_all([rank], name, timeout, **args).get(rank)
+
+    def answer(self, rank: int, **reply: Any) -> None:
+        """Answer a rank's prompt, without waiting for the rank. From any thread."""
+        with contextlib.suppress(OSError, KeyError):  # its process has ended meanwhile
+            self._need_client().ask(rank, "answer", **reply)
 
     def signal(self, rank: int, number: int) -> None:
         """Signal a rank's process: ours by pid and create time, another host's through ipyparallel."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from nbtrain.cluster import devices
+from nbtrain.cluster.hangwatch import HANG_AFTER_S
 from nbtrain.cluster.launch import Request
 from nbtrain.errors import UsageError, nearest
 
@@ -23,12 +24,15 @@ class Options:
     backend: str = "auto"
     threads: int | None = None
     launcher: str = "local"
+    hang_after: float = HANG_AFTER_S
 
     def __post_init__(self) -> None:
         for name in ("n", "threads"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{_flag(name)} {value}: give a whole number from 1, e.g. {_flag(name)} 4")
+        if not self.hang_after > 0:
+            raise UsageError(f"--hang-after {self.hang_after}: give a positive number of seconds, e.g. --hang-after 10")
         if self.backend not in BACKENDS:
             raise UsageError(f"--backend {self.backend}: {nearest(self.backend, BACKENDS)}")
 
@@ -71,4 +75,4 @@ class Options:
 
 
 def _flag(name: str) -> str:
-    return "-n" if name == "n" else f"--{name}"
+    return "-n" if name == "n" else f"--{name.replace('_', '-')}"

@@ -34,13 +34,16 @@ class Table:
         return [self.columns, *self.rows]
 
     def _repr_html_(self) -> str:
+        return f"<div>{html.escape(self.headline)}</div>{self.table()}"
+
+    def table(self) -> str:
+        """The rows as HTML, without the headline."""
         head = "".join(f"<th style='text-align:left'>{html.escape(name)}</th>" for name in self.columns)
         body = "".join(
             "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
             for row in self.rows
         )
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
-        return f"<div>{html.escape(self.headline)}</div>{table}"
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
 
     def show(self) -> None:
         """Display it in the notebook, or print it."""

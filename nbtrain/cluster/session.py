@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import ast
 import atexit
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,13 +15,16 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbtrain.cluster import sinks
+from nbtrain.cluster import hang, sinks
 from nbtrain.cluster.cell import Cell, Handle
 from nbtrain.cluster.client import Bound
 from nbtrain.cluster.failures import Death, ranks_text, replace_advice
+from nbtrain.cluster.hang import Where
+from nbtrain.cluster.hangwatch import HANG_AFTER_S, HangWatch
 from nbtrain.cluster.members import Members
 from nbtrain.cluster.options import Options
 from nbtrain.cluster.output import CellOutput, Publisher
+from nbtrain.cluster.prompts import first_failed, require_input
 from nbtrain.cluster.ranks import compact, parse
 from nbtrain.cluster.replay import Replay
 from nbtrain.cluster.report import Healing, Holdings, Status
@@ -34,12 +39,15 @@ from nbtrain.errors import (
     SessionError,
     StartError,
     UsageError,
+    nearest,
 )
 from nbtrain.interrupts import uninterrupted
 from nbtrain.plan import Plan
 from nbtrain.plan.footprint import format_bytes
 
 SECOND_GRACE_S = 0.5  # what ranks get after a second interrupt: they may be on their way back
+GUARD_MODES = ("cells", "on", "off")
+_DEBUG = "get_ipython().debugger(force=True)"
 LISTENED_CELLS = 200  # so many ended cells still show what their threads print
 
 _current: Session | None = None
@@ -74,6 +82,7 @@ class Session:
         threads: intra-operation CPU threads a rank; by default cores / ranks, at least 1.
         launcher: "local" forks engines where that is safe; "spawn" starts them as separate programs; any other name
             is one of ipyparallel's launchers.
+        hang_after: seconds of silence after which a card below the cell says which ranks wait for which.
 
     It starts with its first use, or with `start`, or as a context manager, which also stops it.
 
@@ -89,16 +98,21 @@ class Session:
         backend: str = "auto",
         threads: int | None = None,
         launcher: str = "local",
+        hang_after: float = HANG_AFTER_S,
     ) -> None:
-        self._options = Options(n, gpus, backend, threads, launcher)
+        self._options = Options(n, gpus, backend, threads, launcher, hang_after)
         self._members: Members | None = None
         self._supervisor: Supervisor | None = None
         self._publisher: Publisher | None = None
+        self._hangs: HangWatch | None = None
+        self._awaited: Cell | None = None
+        self._wanted_restarts: set[int] = set()  # ranks that a card's button asks to replace
         self._cells: list[Cell] = []
         self._num_cells = 0
         self._ended: deque[Cell] = deque()
         self._replay = Replay()
         self._plan: dict[str, Any] | None = None
+        self._guard = GUARD_MODES[0]
         self.start_seconds = 0.0
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -135,6 +149,7 @@ class Session:
         self._supervisor = Supervisor(self._members)
         self._options = wanted.updated({"n": self._members.world_size})
         self._publisher = Publisher()
+        self._hangs = HangWatch(self._members, wanted.hang_after, self._asked)
         self.start_seconds = time.monotonic() - began
         atexit.register(self.stop)
         _make_current(self)
@@ -143,6 +158,9 @@ class Session:
     def stop(self) -> None:
         """End every rank. No process, socket or file is left. Stopping what does not run is allowed."""
         atexit.unregister(self.stop)
+        if self._hangs is not None:
+            self._hangs.stop()
+            self._hangs = None
         members, self._members = self._members, None
         if members is not None:
             members.stop()
@@ -152,7 +170,7 @@ class Session:
         self._cells.clear()
         self._ended.clear()
         self._replay = Replay()
-        self._plan = None
+        self._plan, self._guard = None, GUARD_MODES[0]
         if self._publisher is not None:
             self._publisher.stop()
             self._publisher = None
@@ -247,7 +265,7 @@ class Session:
             self.push(push, ranks)
         begun = self._num_cells
         try:
-            cell = self._send(source, targets, name, label, offset, keep=values or not block)
+            cell = self._send(source, targets, name, label, offset, keep=values or not block, attended=block)
             self._replay.remember(targets, code, label, offset)
             if not block:
                 return self._handle(cell)
@@ -258,6 +276,23 @@ class Session:
             holdings = self._call("parallelize_names", targets, list(parallelize))
             Holdings(dict(zip(targets, holdings, strict=True))).show()
         return self._values(cell) if values else None
+
+    def debug(self, ranks: str = "all") -> None:
+        """A debugger on the last error's frames, on the one of ``ranks`` that failed first. It asks in this cell.
+
+        Raises:
+            UsageError: none of them had an error.
+        """
+        targets = self._targets(ranks)
+        rank = first_failed({rank: self.ask(rank, "last_error", 1.0) for rank in targets})
+        if rank is None:
+            raise UsageError(f"{ranks_text(targets)} had no error to debug; type it after a cell that failed")
+        require_input("%distributed debug")
+        begun = self._num_cells
+        try:  # the groups are left as the error left them
+            self._await(self._send(_DEBUG, [rank], "", "the debugger", 0, keep=False, mend=False), None)
+        except KeyboardInterrupt as interrupt:
+            raise self._interrupted(begun, interrupt) from None
 
     def interrupt(self, ranks: str = "all") -> list[int]:
         """Interrupt the cells that run on ``ranks``, as Ctrl-C would; returns the ranks that ran them.
@@ -307,6 +342,25 @@ class Session:
         busy = self._busy()
         return Status(self.headline(), [self._row(info, busy.get(info["rank"])) for info in self._members.info])
 
+    def where(self) -> Where:
+        """Where every rank is now, and which collective it waits in: while cells run, and also if ranks are stuck."""
+        if self._members is None:
+            return Where("no ranks run; type %distributed start -n 4", (), [])
+        self._busy()
+        return hang.where(self._members, self.headline(), self._cells)
+
+    def guard(self, mode: str) -> None:
+        """Compare what ranks are about to call before each collective: "cells" (what cells call), "on" (all), "off".
+
+        Raises:
+            UsageError: another mode.
+        """
+        if mode not in GUARD_MODES:
+            raise UsageError(f"guard {mode!r}: {nearest(mode, GUARD_MODES)}")
+        self._ready()
+        self._call("set_guard", range(self.world_size), mode)
+        self._guard = mode
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _already(self, wanted: Options) -> Session:
@@ -338,19 +392,34 @@ class Session:
                 raise RankDiedError(f"{members.dead[rank].told(rank)}; {replace_advice(members.dead)}")
         return targets
 
-    def _send(self, source: str, targets: list[int], name: str, label: str, offset: int, keep: bool) -> Cell:
+    def _send(
+        self,
+        source: str,
+        targets: list[int],
+        name: str,
+        label: str,
+        offset: int,
+        keep: bool,
+        *,
+        attended: bool = True,
+        mend: bool = True,
+    ) -> Cell:
         self._refuse_if_busy(targets)
-        self._mend_groups()
+        if mend:
+            self._mend_groups()
         members, publisher = self._ready(), self._publisher
         assert publisher is not None
         assert members.client is not None
         self._num_cells += 1
         output = CellOutput(targets, sinks.current(), members.folder / f"output-of-cell-{self._num_cells}.txt")
         cell = Cell(targets, output, publisher, self._num_cells, name, label, alone=len(targets) == self.world_size)
+        cell.prompts.open(members.answer, attended=attended)
         about = {"number": cell.number, "label": label, "offset": offset, "keep": keep, "ranks": targets}
         with uninterrupted():  # a cell that only some ranks got would never end
             self._cells.append(cell)
             cell.requests = [members.client.execute(rank, source, cell, about) for rank in targets]
+        if self._hangs is not None:
+            self._hangs.watch(cell)
         return cell
 
     def _mend_groups(self) -> None:
@@ -384,6 +453,7 @@ class Session:
     def _define(self, rank: int, replay: bool) -> list[str]:
         """Tell a newcomer the plan, and with ``replay`` what earlier cells defined; what failed there, a line each."""
         members = self._ready()
+        members.call("set_guard", [rank], self._guard)
         if self._plan is not None:
             members.call("bind_plan", [rank], self._plan)
         cells = self._replay.on(rank) if replay else []
@@ -397,12 +467,14 @@ class Session:
             self._supervising().end(cell, SECOND_GRACE_S if again else INTERRUPT_GRACE_S)
         except KeyboardInterrupt:
             again = not cell.wait(SECOND_GRACE_S)
-        stuck = cell.running
-        if not (again and stuck):
+        stuck = set(cell.running) if again else set()
+        wanted, self._wanted_restarts = stuck | self._wanted_restarts, set()
+        if not wanted:
             return self._supervising().verdict(cell)
-        self._replace(stuck, replay=True)
-        own = "it" if len(stuck) == 1 else "they"
-        return f"interrupted; {ranks_text(stuck)} did not answer, and {own} {'was' if own == 'it' else 'were'} replaced"
+        self._replace(wanted, replay=True)
+        were = "was" if len(wanted) == 1 else "were"
+        why = " did not answer, and" if stuck else ""
+        return f"interrupted; {ranks_text(wanted)}{why} {were} replaced"
 
     def _busy(self) -> dict[int, Cell]:
         """The cell that each busy rank runs."""
@@ -429,16 +501,38 @@ class Session:
             )
 
     def _await(self, cell: Cell, timeout: float | None) -> None:
-        supervisor = self._supervising()
+        supervisor, hangs = self._supervising(), self._hangs
+        assert hangs is not None
+        self._awaited = cell
         try:
             finished = supervisor.watch(cell, timeout)
+            if not finished:
+                cell.output.publish()
+                hangs.show(cell)
         finally:
+            self._awaited = None
             cell.output.publish(final=cell.done)
+            if cell.done:
+                hangs.close(cell)
         if not finished:
             raise CellTimeoutError(f"the cell ran longer than {timeout:g} s; {self._end(cell)}")
         error = cell.error()
         if error is not None:
             raise error
+
+    def _asked(self, verb: str, rank: int) -> None:
+        """A button of a hang card was pressed. On the control thread, while the main thread may run a cell."""
+        if verb == "restart":
+            self._request_restart(rank)
+        elif self._awaited is not None:
+            _thread.interrupt_main()
+        else:
+            threading.Thread(target=self.interrupt, name="nbtrain-interrupt", daemon=True).start()
+
+    def _request_restart(self, rank: int) -> None:
+        """Remember that ``rank`` is to be replaced, and interrupt what it runs."""
+        self._wanted_restarts.add(rank)
+        self._asked("interrupt", rank)
 
     def _interrupted(self, begun: int, interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
         """End what was sent since cell number ``begun``: an interrupt may fall before the cell is waited for."""

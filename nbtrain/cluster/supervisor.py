@@ -28,14 +28,23 @@ class Supervisor:
         self.members = members
 
     def watch(self, cell: Cell, timeout: float | None) -> bool:
-        """Wait for ``cell``; whether it has finished. A rank that waits for one that failed is freed meanwhile."""
+        """Wait for ``cell``; whether it has finished. A rank that waits for one that failed is freed meanwhile.
+
+        What ranks ask is put to the person, and the time that this takes does not count.
+        """
+        with cell.prompts.attended():
+            return self._watch(cell, timeout)
+
+    def _watch(self, cell: Cell, timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return cell.done
-            if cell.wait(WATCH_S if left is None else min(left, WATCH_S)):
+            if cell.await_news(WATCH_S if left is None else min(left, WATCH_S)):
                 return True
+            asked_s = cell.put_prompts()
+            deadline = None if deadline is None else deadline + asked_s
             if cell.failures or cell.deaths:
                 # one that died joins nothing any more; one that failed may be waited for on purpose
                 self.members.free(self._waiting(cell.running, DEAD_S if cell.deaths else WAITS_S))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 
-from nbtrain.engine import groups, replay
+from nbtrain.engine import groups, guard, replay
 from nbtrain.engine.values import portable
 from nbtrain.errors import UsageError, nearest
 from nbtrain.parallel import cell
@@ -61,6 +61,11 @@ def heal(ns: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any]:
     from nbtrain.parallel.heal import heal
 
     return heal(ns, newcomers)
+
+
+def set_guard(ns: dict[str, Any], mode: str) -> None:
+    """See `nbtrain.engine.guard.set_mode`."""
+    guard.set_mode(mode)
 
 
 def push(ns: dict[str, Any], name: str, value: Any) -> None:

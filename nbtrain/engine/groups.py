@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from nbtrain.engine import recorder, wires
+from nbtrain.engine import guard, recorder, wires
 from nbtrain.events import RankInfo
 from nbtrain.parallel import live
 from nbtrain.parallel import mesh as meshes
@@ -138,6 +138,7 @@ def device_type() -> str:
 def free() -> bool:
     """Cut the main thread out of the collective, or the rendezvous, that it waits in. From the control thread."""
     _member.whole, _member.freed = False, True
+    guard.free()
     for group in list(c10d._world.pg_map) if torch.cuda.is_available() else ():
         group.abort()  # NCCL's way; on gloo it does nothing
     return wires.cut() > 0
@@ -146,11 +147,12 @@ def free() -> bool:
 def begin(generation: str) -> None:
     """Whatever groups are formed from now on belong to ``generation``: a cell, or a membership."""
     _member.generation, _member.num_formed, _member.freed = generation, 0, False
+    guard.resume()
 
 
 def state() -> str:
     """What became of the session's groups: "kept", or "lost" to a cut or to a cell that formed others."""
-    kept = _member.whole and dist.is_initialized() and dist.group.WORLD is _member.default
+    kept = _member.whole and guard.intact() and dist.is_initialized() and dist.group.WORLD is _member.default
     return "kept" if kept else "lost"
 
 
@@ -174,6 +176,7 @@ def _form(backend: str | None, **options: Any) -> None:
         prefix = f"{_member.generation}/{_member.num_formed}"
         options["store"] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         _torch_init(backend, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), **options)
+    guard.begin(prefix)
 
 
 def _watch_torch() -> None:
@@ -201,6 +204,7 @@ def _watch_torch() -> None:
     for module in (dist, c10d):
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
     c10d._new_group_with_tag = new_group
+    guard.install()
 
 
 def _take_device(threads: int) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import math
 import pickle
@@ -21,7 +22,7 @@ from IPython.core.error import UsageError as MagicUsageError
 from traitlets import Any as AnyTrait
 from traitlets import Type
 
-from nbtrain.engine import exhaustion, groups, recorder, tracebacks, trail
+from nbtrain.engine import debugger, exhaustion, groups, guard, prompts, recorder, tracebacks, trail
 from nbtrain.errors import UsageError
 from nbtrain.parallel import cell
 
@@ -49,6 +50,17 @@ class RankShell(ZMQInteractiveShell):
     failure: dict[str, Any] | None = None
     cell_label: tuple[str, int] = ("", 0)
     cut_short: BaseException | None = None
+    cell_number = 0
+    last_error: dict[str, Any] | None = None  # what `debug` looks for
+
+    @property
+    def debugger_cls(self) -> type[debugger.RankDebugger]:
+        return debugger.RankDebugger
+
+    def debugger(self, force: bool = False) -> None:
+        """``%debug``."""
+        if force or self.call_pdb:
+            debugger.post_mortem()
 
     def let_go(self) -> None:
         """Drop what the frames of a cell hold that was interrupted, or for which the memory did not suffice.
@@ -75,10 +87,13 @@ class RankShell(ZMQInteractiveShell):
 
         def cache(*args: Any, **kwargs: Any) -> str:
             name: str = remember(*args, **kwargs)
-            tracebacks.CELLS[name] = self.cell_label
+            label, offset = self.cell_label
+            tracebacks.CELLS[name] = (label, 0)
+            tracebacks.pad(name, offset)
             return name
 
         self.compile.cache = cache
+        self.ast_transformers.append(_CellLines(self))
 
     async def run_code(self, code_obj: Any, *args: Any, **kwargs: Any) -> bool:
         trail.trail.statement(code_obj)
@@ -95,6 +110,8 @@ class RankShell(ZMQInteractiveShell):
 
     def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:
         self._record(exc_tuple)
+        if self.call_pdb and self.cut_short is None:  # %pdb on
+            debugger.post_mortem()
 
     def showsyntaxerror(self, *_: Any, **__: Any) -> None:
         self._record(None)
@@ -114,6 +131,22 @@ class RankShell(ZMQInteractiveShell):
             sys.last_type, sys.last_value, sys.last_traceback = kind, value, trace  # %debug reads these
         self.failure = tracebacks.describe(value, consequence=groups.was_freed())
         self._last_traceback = [kind.__name__]
+        if self.cut_short is None:
+            self.last_error = {
+                "cell": self.cell_number,
+                "time": self.failure["time"],
+                "consequence": self.failure["consequence"],
+            }
+
+
+class _CellLines:
+    """Numbers a cell's lines as the notebook does, for errors, warnings and debuggers alike."""
+
+    def __init__(self, shell: RankShell) -> None:
+        self.shell = shell
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return ast.increment_lineno(node, self.shell.cell_label[1])
 
 
 class _NoShellThread:
@@ -139,8 +172,17 @@ class RankKernel(IPythonParallelKernel):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.kept: dict[int, Any] = {}
+        prompts.begin()
+        debugger.install()
         self.control_handlers["nbtrain_request"] = self.nbtrain_request
         self.shell_handlers["nbtrain_call"] = self.nbtrain_call
+
+    def raw_input(self, prompt: Any = "") -> str:
+        """``input()``, also a debugger's."""
+        return prompts.ask(self, str(prompt))
+
+    def getpass(self, prompt: Any = "", stream: Any = None, **_: Any) -> str:
+        return prompts.ask(self, str(prompt), password=True)
 
     def pre_handler_hook(self) -> None:
         """Interrupts count while a cell runs only: elsewhere one would take the reply, and the cell would never end."""
@@ -152,6 +194,7 @@ class RankKernel(IPythonParallelKernel):
         sent = (kwargs.get("cell_meta") or {}).get("nbtrain", {})
         groups.begin(str(sent.get("number", 0)))
         cell.tell_ranks(tuple(sent["ranks"]) if "ranks" in sent else None)
+        shell.cell_number = sent.get("number", 0)
         shell.cell_label = (sent.get("label", ""), sent.get("offset", 0))
         started = time.time()
         try:
@@ -161,9 +204,12 @@ class RankKernel(IPythonParallelKernel):
             signal.signal(signal.SIGINT, _ignore)
             shell.failure = shell.failure or tracebacks.describe(error)
             reply = {"status": "error"}
+        if debugger.was_quit(shell.last_execution_result):
+            shell.failure = shell.failure or debugger.quit_failure()
         if reply["status"] == "error":  # `failure` says it all; an exception's own text may not even be text
             last = shell.failure["chain"][-1] if shell.failure else {"ename": "Error", "evalue": ""}
             reply.update(ename=last["ename"], evalue=last["evalue"], traceback=[])
+        debugger.end()
         self._keep(sent)
         shell.let_go()
         reply["nbtrain"] = {
@@ -271,8 +317,13 @@ def complete(kernel: RankKernel, code: str, cursor: int) -> dict[str, Any]:
 
 
 def where(kernel: RankKernel) -> dict[str, Any]:
-    """The line that the main thread runs now."""
-    return tracebacks.current_line()
+    """The line that the main thread runs now, the collectives that it waits in, and whether it ``asks`` a person."""
+    return {
+        **tracebacks.current_line(),
+        "pending": recorder.pending(),
+        "activity": "guard" if guard.waiting() else "",
+        "asks": prompts.standing(),
+    }
 
 
 def free(kernel: RankKernel) -> bool:
@@ -285,4 +336,11 @@ def pending(kernel: RankKernel) -> list[dict[str, Any]]:
     return recorder.pending()
 
 
-CONTROL: dict[str, Callable[..., Any]] = {function.__name__: function for function in (complete, where, free, pending)}
+def last_error(kernel: RankKernel) -> dict[str, Any] | None:
+    """When the last error of a cell was, and in which; None if there was none."""
+    return kernel.shell.last_error
+
+
+CONTROL: dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (complete, where, free, pending, last_error, prompts.answer)
+}

@@ -7,6 +7,16 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import c10d_logger
+from torch.distributed import distributed_c10d as c10d
+
+from nbtrain.engine import guard, tracebacks
+
+_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Char": "int8"}
+_DTYPES |= {"BFloat16": "bfloat16", "Short": "int16", "Byte": "uint8", "Bool": "bool"}
+
+_C10D = (c10d.__file__, c10d_logger.__file__, guard.__file__)  # whose functions wrap those of the first
 
 _since_ns = 0
 
@@ -20,21 +30,35 @@ def begin() -> None:
 def pending() -> list[dict[str, Any]]:
     """The collectives that were begun and have not ended, the oldest first.
 
-    Each with ``op``, ``group``, ``seq``, ``sizes``, ``dtypes`` and ``waits_s``. From any thread.
+    Each with ``op``, ``group`` (its name), ``ranks`` (of the group), ``seq``, ``sizes``, ``dtypes`` and ``waits_s``.
+    Last is what the guard holds back. From any thread.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None:
-        return []
+        return guard.waiting()
     entries = json.loads(dump(True, False)).get("entries", [])
-    return [_shown(entry) for entry in entries if not entry["retired"] and entry["time_created_ns"] > _since_ns]
+    left = [entry for entry in entries if not entry["retired"] and entry["time_created_ns"] > _since_ns]
+    ranks = _ranks_by_group() if left else {}
+    shown = [_shown(entry, ranks) for entry in left]
+    called = tracebacks.called_in(*_C10D) if shown else ""
+    if called:  # gloo's reduce-scatter shows as an all-reduce, and that of an object as what carries it
+        shown[-1]["op"] = called
+    return [*shown, *guard.waiting()]
 
 
-def _shown(entry: dict[str, Any]) -> dict[str, Any]:
+def _shown(entry: dict[str, Any], ranks: dict[str, list[int]]) -> dict[str, Any]:
+    name = entry["process_group"][0]
     return {
         "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
-        "group": entry["process_group"][1],
+        "group": name,
+        "ranks": ranks.get(name, []),
         "seq": entry["collective_seq_id"] or entry["p2p_seq_id"],
         "sizes": entry["input_sizes"],
-        "dtypes": entry["input_dtypes"],
+        "dtypes": [_DTYPES.get(dtype, dtype.lower()) for dtype in entry["input_dtypes"]],
         "waits_s": (time.time_ns() - entry["time_created_ns"]) / 1e9,
     }
+
+
+def _ranks_by_group() -> dict[str, list[int]]:
+    """The ranks of each group, by its name in the flight recorder."""
+    return {name: dist.get_process_group_ranks(group) for group, name in list(c10d._world.pg_names.items())}

@@ -17,14 +17,14 @@ def run(ns: dict[str, Any], source: str, label: str, offset: int) -> list[str]:
     shell.cell_label = (label, offset)
     name = shell.compile.cache(source, shell.execution_count)
     failed = []
-    for node in ast.parse(source).body:
+    for node in ast.increment_lineno(ast.parse(source), offset).body:
         try:
             exec(shell.compile(ast.Module([node], []), name, "exec"), ns)
         except NameError as problem:
             if not isinstance(node, (ast.Assign, ast.AnnAssign)):
-                failed.append(_told(label, node.lineno + offset, problem))
+                failed.append(_told(label, node.lineno, problem))
         except Exception as problem:  # user code may raise anything; the other definitions are still of use
-            failed.append(_told(label, node.lineno + offset, problem))
+            failed.append(_told(label, node.lineno, problem))
     return failed
 
 

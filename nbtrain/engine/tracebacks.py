@@ -28,9 +28,18 @@ _LIBRARIES = tuple(
         )
     }
 )
+_SPOTS = tuple(
+    (str(Path(*file.split("/"))), function, name)
+    for file, function, name in (
+        ("torch/utils/data/dataloader.py", "__next__", "next(loader)"),
+        ("nbtrain/parallel/trainer.py", "step", "Trainer.step"),
+        ("nbtrain/parallel/trainer.py", "evaluate", "Trainer.evaluate"),
+        ("torch/autograd/__init__.py", "backward", "backward"),
+    )
+)
 MAX_MESSAGE = 4000  # characters of an exception's text
 
-# What the notebook calls a cell's file, and by how many lines its own first line precedes the code that was sent.
+# What the notebook calls a cell's file, and what must be added to Python's line numbers to get the cell's.
 CELLS: dict[str, tuple[str, int]] = {}
 
 
@@ -47,19 +56,61 @@ def describe(error: BaseException, *, consequence: bool = False) -> dict[str, An
 
 
 def current_line() -> dict[str, Any]:
-    """The innermost line of the cell that the main thread runs, and the innermost line of all."""
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = [frame(f.f_code.co_filename, n, f.f_code.co_name) for f, n in _stack(innermost)]
-    cell = next((f for f in frames if f["kind"] == "cell"), None)
-    return {"cell": cell, "inner": frames[0] if frames else None}
+    """Where the main thread is.
+
+    ``cell`` is the innermost line of a cell, ``user`` that of the user's own files if it is further in, ``inner`` the
+    innermost of all, ``spot`` what is called there that a person knows by name.
+    """
+    stack = _stack(_main_frame())
+    kinds = [kind(frame.f_code.co_filename) for frame, _ in stack]
+    first_cell = kinds.index("cell") if "cell" in kinds else len(stack)
+    own = kinds.index("user") if "user" in kinds[:first_cell] else None
+    spots = (_spot(frame) for frame, _ in stack[:first_cell])
+    return {
+        "cell": _placed(stack[first_cell]) if "cell" in kinds else None,
+        "user": _placed(stack[own]) if own is not None else None,
+        "inner": _placed(stack[0]) if stack else None,
+        "spot": next((spot for spot in spots if spot), ""),
+    }
+
+
+def called_in(file: str, *wrappers: str) -> str:
+    """The function of ``file`` that the main thread called, perhaps through ``wrappers``, if it is still in there."""
+    called = ""
+    frame = _main_frame()
+    while frame is not None and frame.f_code.co_filename in (file, *wrappers):
+        if frame.f_code.co_filename == file:
+            called = frame.f_code.co_name
+        frame = frame.f_back
+    return called
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _spot(frame: FrameType) -> str:
+    """``next(loader)``, for instance; empty for what has no such name."""
+    code = frame.f_code
+    return next((name for file, function, name in _SPOTS if code.co_name == function and file in code.co_filename), "")
+
+
+def _placed(entry: tuple[FrameType, int]) -> dict[str, Any]:
+    return source_line(entry[0].f_code.co_filename, entry[1], entry[0].f_code.co_name)
 
 
 def cell_line() -> dict[str, Any] | None:
     """The innermost line of a cell that the main thread runs. Cheap: it is looked at ten times a second."""
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = _main_frame()
     while innermost is not None and not is_cell(innermost.f_code.co_filename):
         innermost = innermost.f_back
-    return innermost and frame(innermost.f_code.co_filename, innermost.f_lineno, innermost.f_code.co_name)
+    return innermost and source_line(innermost.f_code.co_filename, innermost.f_lineno, innermost.f_code.co_name)
+
+
+def pad(file: str, num_lines: int) -> None:
+    """Make ``file``'s source begin ``num_lines`` further down: those of the cell that were not sent."""
+    size, stamp, lines, name = linecache.cache[file]  # type: ignore[misc]
+    linecache.cache[file] = (size, stamp, ["\n"] * num_lines + lines, name)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -81,7 +132,7 @@ def _one(error: BaseException) -> dict[str, Any]:
     if isinstance(error, SyntaxError) and error.lineno:
         shown = [
             *shown,
-            {**frame(error.filename or "<cell>", error.lineno, ""), "line": (error.text or "").rstrip()},
+            {**source_line(error.filename or "<cell>", error.lineno, ""), "line": (error.text or "").rstrip()},
         ]
     return {"ename": type(error).__name__, "evalue": _text(error), "frames": shown}
 
@@ -94,7 +145,7 @@ def _folded(trace: TracebackType | None) -> list[dict[str, Any]]:
         if frames and (frames[-1]["file"], frames[-1]["number"]) == (code.co_filename, number):
             frames[-1]["times"] += 1
         else:
-            frames.append({**frame(code.co_filename, number, code.co_name), "times": 1})
+            frames.append({**source_line(code.co_filename, number, code.co_name), "times": 1})
     return frames
 
 
@@ -111,16 +162,16 @@ def _text(error: BaseException) -> str:
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}… ({len(text)} characters)"
 
 
-def frame(file: str, line_number: int, function: str) -> dict[str, Any]:
+def source_line(file: str, line_number: int, function: str) -> dict[str, Any]:
     """A line of source as data."""
-    kind = _kind(file)
+    whose = kind(file)
     label, offset = CELLS.get(file, ("", 0))
-    around = range(line_number - 1, line_number + 2) if kind != "library" else (line_number,)
+    around = range(line_number - 1, line_number + 2) if whose != "library" else (line_number,)
     return {
         "file": file,
         "number": line_number,
         "function": function,
-        "kind": kind,
+        "kind": whose,
         "cell": label,
         "offset": offset,
         "line": linecache.getline(file, line_number).rstrip(),
@@ -133,7 +184,8 @@ def is_cell(file: str) -> bool:
     return bool(_CELL_FILE.search(file))
 
 
-def _kind(file: str) -> str:
+def kind(file: str) -> str:
+    """Whose code a file is: "cell", "user" or "library"."""
     if is_cell(file):
         return "cell"
     return "library" if file.startswith(_LIBRARIES) or file.startswith("<") else "user"

@@ -52,7 +52,7 @@ class Trail:
         """A top-level statement of a cell begins."""
         if self._file is not None and tracebacks.is_cell(code.co_filename):
             first = next((line for _, _, line in code.co_lines() if line), 1)
-            self._write(tracebacks.frame(code.co_filename, first, "<module>"))
+            self._write(tracebacks.source_line(code.co_filename, first, "<module>"))
 
     def look(self) -> None:
         """Write where the main thread is now."""

@@ -11,15 +11,21 @@ from IPython.display import display
 from nbtrain.cluster import session as sessions
 from nbtrain.cluster.cell import Handle
 from nbtrain.cluster.failures import ranks_text
+from nbtrain.cluster.ranks import parse as ranks_named
 from nbtrain.cluster.session import Session, check_syntax
 from nbtrain.errors import CellInterrupted, NbtrainError, UsageError, nearest
 from nbtrain.magics import auto, parse
 from nbtrain.magics.help import HELP
+from nbtrain.magics.lint import lint
 
 
 @magics_class
 class DistributedMagics(Magics):
     """``%distributed VERB`` steers the session; ``%%distributed`` runs a cell on its ranks."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self._linted: set[tuple[str, str]] = set()
 
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> Any:
@@ -49,6 +55,7 @@ class DistributedMagics(Magics):
         check_cell(source)
         session = self._session(options)
         label, offset = self._place()
+        self._warn(source, session, options.ranks, offset)
         answer = session.run(
             source,
             options.ranks,
@@ -82,6 +89,14 @@ class DistributedMagics(Magics):
                 f"%distributed restart -n {options.n}, which loses what they hold"
             )
         return session
+
+    def _warn(self, source: str, session: Session, spec: str, offset: int) -> None:
+        """Say once of each cell what in it will hang."""
+        ranks = ranks_named(spec, session.world_size)
+        if (source, spec) not in self._linted:
+            self._linted.add((source, spec))
+            for warning in lint(source, ranks, session.world_size, offset):
+                print(f"lint, line {warning.line}: {warning.text}")
 
     def _place(self) -> tuple[str, int]:
         """What the notebook calls this cell, and how many of its lines precede the code."""
@@ -136,6 +151,20 @@ class DistributedMagics(Magics):
         _, ranks = parse.rank_option("interrupt", words)
         busy = sessions.session().interrupt(ranks)
         print(f"interrupted {ranks_text(busy)}" if busy else "no rank runs a cell")
+
+    def _where(self, words: list[str]) -> None:
+        parse.Parser("%distributed where").parse(words)
+        sessions.current_or_new().where().show()
+
+    def _guard(self, words: list[str]) -> None:
+        if len(words) != 1:
+            raise UsageError("type %distributed guard on, guard off, or guard cells, which is the default")
+        sessions.current_or_new().guard(words[0])
+        print(f"guard: {words[0]}")
+
+    def _debug(self, words: list[str]) -> None:
+        _, ranks = parse.rank_option("debug", words)
+        sessions.session().debug(ranks)
 
     def _push(self, words: list[str]) -> None:
         names, ranks = parse.rank_option("push", words)

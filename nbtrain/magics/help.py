@@ -35,13 +35,21 @@ Options of %%distributed
 
 Verbs of %distributed
     start [-n N] [--gpus 0,1] [--backend auto|gloo|nccl] [--threads T] [--launcher local|spawn|NAME]
+          [--hang-after S]   from so many seconds without output on, a card shows who waits for whom (10)
     status                the ranks: device, state, memory, process
     stop                  end the ranks
     restart [options of start]   end them and start again; what they held is lost
     interrupt [-r RANKS]  stop what they run, as Ctrl-C would
+    where                 each rank's line and the collective that it waits in, also while ranks are busy or stuck
+    guard cells|on|off    compare what ranks call before a collective: in cells (the default), everywhere, or never
+    debug [-r RANKS]      after an error: a debugger on the rank that failed first, in the cell; q ends it
     push NAMES [-r RANKS]        names of the notebook go to the ranks
     pull NAMES [-r RANKS]        names of the ranks come to the notebook, each a list by rank
     auto on|off           run every cell on the ranks; one that begins with %%local runs in the notebook
+
+input(), getpass() and breakpoint() work in a cell: each rank that asks does so in turn, in the cell. Others wait for it
+meanwhile, and --timeout does not count. A cell that would hang, since a collective is not reached by all ranks, is
+named below it before it runs ("lint, line 3: ...").
 
 In Python (import nbtrain as nt) the same verbs are methods of nt.Session; nt.session() is the one that runs.
 """

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 from nbtrain.errors import UsageError, nearest
 
-VERBS = ("start", "status", "stop", "restart", "interrupt", "push", "pull", "auto")
+VERBS = ("start", "status", "stop", "restart", "interrupt", "where", "guard", "debug", "push", "pull", "auto")
 SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}  # IPython's, not the user's
-LATER = ("resize", "where", "export", "guard", "debug")  # verbs of later releases
+LATER = ("resize", "export")  # verbs of later releases
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,6 +84,7 @@ def start_options(verb: str, words: list[str]) -> dict[str, Any]:
     parser.add_argument("--backend")
     parser.add_argument("--threads", type=_count)
     parser.add_argument("--launcher")
+    parser.add_argument("--hang-after", type=_seconds)
     if verb == "start":
         parser.add_argument("--hosts")
     else:

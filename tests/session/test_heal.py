@@ -120,7 +120,7 @@ def test_the_second_interrupt_replaces_what_nothing_reaches(nb: Notebook) -> Non
     nb.interrupt()
     output = nb.wait(request)
     assert output.seconds < 10
-    assert output.error == "KeyboardInterrupt: interrupted; rank 1 did not answer, and it was replaced"
+    assert output.error == "KeyboardInterrupt: interrupted; rank 1 did not answer, and was replaced"
     nb("%%distributed -o held\n'kept' in globals()")
     assert nb.value("held") == [True, True, True, True]  # an assignment that calls nothing is replayed
 
