@@ -52,7 +52,7 @@ def heal(namespace: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any
 
 
 class _Healing:
-    """One call of `heal` on one rank. All ranks go through `run` in step: what they do in turn hangs on what all know."""
+    """One call of `heal` on one rank. Ranks go through `run` in step: what comes next depends on what all know."""
 
     def __init__(self, namespace: dict[str, Any], newcomers: tuple[int, ...]) -> None:
         self._newcomers = newcomers
