@@ -277,13 +277,13 @@ class Session:
             Holdings(dict(zip(targets, holdings, strict=True))).show()
         return self._values(cell) if values else None
 
-    def debug(self, ranks: str = "all") -> None:
+    def debug(self, ranks: str | int = "all") -> None:
         """A debugger on the last error's frames, on the one of ``ranks`` that failed first. It asks in this cell.
 
         Raises:
             UsageError: none of them had an error.
         """
-        targets = self._targets(ranks)
+        targets = self._targets(str(ranks))
         rank = first_failed({rank: self.ask(rank, "last_error", 1.0) for rank in targets})
         if rank is None:
             raise UsageError(f"{ranks_text(targets)} had no error to debug; type it after a cell that failed")

@@ -39,7 +39,9 @@ Verbs of %distributed
     status                the ranks: device, state, memory, process
     stop                  end the ranks
     restart [options of start]   end them and start again; what they held is lost
-    interrupt [-r RANKS]  stop what they run, as Ctrl-C would
+    restart --ranks RANKS [--replay]   replace these only; trainers go on, and with --replay imports, functions and
+                          classes of earlier cells are there again
+    interrupt [-r RANKS]  stop what they run, as Ctrl-C would; the second time, replace what does not answer
     where                 each rank's line and the collective that it waits in, also while ranks are busy or stuck
     guard cells|on|off    compare what ranks call before a collective: in cells (the default), everywhere, or never
     debug [-r RANKS]      after an error: a debugger on the rank that failed first, in the cell; q ends it

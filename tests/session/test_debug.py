@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from notebook import Notebook
@@ -80,22 +81,26 @@ def test_a_page_without_input_is_told_so(nb: Notebook, code: str) -> None:
 
 def test_a_cell_that_nobody_waits_for_is_told_so(nb: Notebook) -> None:
     nb("%%distributed -r 1 --no-block --name job\ninput()")
+    deadline = time.monotonic() + 20
+    while not nb.value("job.done") and time.monotonic() < deadline:
+        nb.listen(0.05)
     text = plain(nb("job.wait(20)", answers=[]).error)
     assert text.startswith("StdinNotImplementedError on rank 1: the rank asks for input, and nobody waits")
     assert "job.wait()" in text
 
 
-def test_a_handle_that_is_waited_for_asks(nb: Notebook) -> None:
-    nb("%%distributed -r 1 --no-block --name job\nimport time\ntime.sleep(1)\ninput('now? ')")
-    output = nb("job.result(20)", answers=["yes"])
+def test_a_handle_that_is_waited_for_asks(nb: Notebook, tmp_path: Path) -> None:
+    waits = f"while not os.path.exists('{tmp_path}/go'): time.sleep(0.05)\ntime.sleep(0.5)"
+    nb(f"%%distributed -r 1 --no-block --name job\nimport os, time\n{waits}\ninput('now? ')")
+    output = nb(f"open('{tmp_path}/go', 'w').close()\njob.result(20)", answers=["yes"])
     assert output.prompts == ["rank 1> now? "]
     assert output.plain == ["['yes']"]
 
 
 def test_time_stands_still_while_a_person_thinks(nb: Notebook) -> None:
-    request = nb.send("%%distributed --timeout 2\nif rank == 1: input()\ndist.barrier()", allow_stdin=True)
+    request = nb.send("%%distributed --timeout 3\nif rank == 1: input()\ndist.barrier()", allow_stdin=True)
     nb.await_prompt()
-    time.sleep(2.5)
+    time.sleep(3.5)
     nb.client.input("")
     assert nb.wait(request).status == "ok"
 

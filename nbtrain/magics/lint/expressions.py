@@ -92,17 +92,19 @@ class Expressions(State):
         tail: list[Value] = []
         self._fork(ast.unparse(first), first.lineno, lambda: silent(tail, self._operands(rest, stops)), lambda: "")
         decided = tail[0].known and true(tail[0]) == stops
-        return replace(tail[0], ranked=tail[0].ranked) if decided else Value(ranked=value.ranked)
+        return tail[0] if decided else Value(ranked=value.ranked)
 
     def _of_IfExp(self, node: ast.IfExp) -> Value:
-        found: list[Value] = []
-        self._branch(
+        test, found = self._eval(node.test), list[Value]()
+        self._decide(
+            test,
             node.test,
             lambda: silent(found, self._eval(node.body)),
             lambda: silent(found, self._eval(node.orelse)),
         )
-        chosen = found[0] if len(found) == 1 else values.joined(*found)
-        return replace(chosen, ranked=True) if len(found) == 1 and self._eval(node.test).ranked else chosen
+        if len(found) > 1:
+            return values.joined(*found)
+        return replace(found[0], ranked=found[0].ranked or test.ranked)
 
     def _of_Lambda(self, node: ast.Lambda) -> Value:
         return known(Function(node, self.env))

@@ -73,7 +73,10 @@ class State(ABC):
     # -- branches and loops --------------------------------------------------------------------------------------------
 
     def _branch(self, test: ast.expr, then: Callable[[], str], otherwise: Callable[[], str]) -> str:
-        value = self._eval(test)
+        return self._decide(self._eval(test), test, then, otherwise)
+
+    def _decide(self, value: Value, test: ast.expr, then: Callable[[], str], otherwise: Callable[[], str]) -> str:
+        """Go the way that ``value``, which is the test's, tells; both where it is unknown."""
         if value.known:
             chosen = then if true(value) else otherwise
             return self._under_condition(test.lineno if value.ranked else 0, chosen)
