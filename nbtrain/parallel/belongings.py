@@ -105,6 +105,8 @@ def find_belongings(namespace: dict[str, Any]) -> Belongings:
 
 def strangers(found: Belongings) -> dict[int, live.Resumable]:
     """What takes steps here and no name holds, by number."""
+    if live.resumables().keys() <= found.trainers.keys():
+        return {}
     gc.collect()  # an old trainer, of a cell that ran again, may be garbage
     return {number: stepper for number, stepper in live.resumables().items() if number not in found.trainers}
 

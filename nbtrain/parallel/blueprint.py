@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), torch.Tensor)
+_TORCHS_OWN = set(vars(nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ def materialise(module: nn.Module, device: torch.device | None) -> nn.Module:
 
 
 def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Numbers, words and flags (``training`` too) that the modules hold now, by module."""
+    """Numbers, words, flags (``training`` too) and tensors that the modules hold as plain attributes now, by module."""
     return {
-        name: {key: value for key, value in vars(module).items() if type(value) in _PLAIN and not key.startswith("_")}
+        name: {key: value for key, value in vars(module).items() if type(value) in _PLAIN and key not in _TORCHS_OWN}
         for name, module in model.named_modules()
     }
 
@@ -65,8 +66,7 @@ def set_attributes(model: nn.Module, values: dict[str, dict[str, Any]]) -> None:
     modules = dict(model.named_modules())
     for name, held in values.items():
         for key, value in held.items():
-            if vars(modules[name]).get(key, _PLAIN) != value:
-                setattr(modules[name], key, value)
+            modules[name].__dict__[key] = value
 
 
 def _data(model: nn.Module) -> Iterator[torch.Tensor]:

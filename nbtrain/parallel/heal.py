@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.errors import NbtrainError
+from nbtrain.errors import NbtrainError, SessionError
 from nbtrain.parallel import mesh, shard
 from nbtrain.parallel.belongings import LOADER_PARTS, TRAINER_PARTS, Belongings, ModelKey, find_belongings, strangers
 from nbtrain.parallel.heirs import Heir, Here, LoaderHeir, ModelHeir, TrainerHeir
@@ -52,7 +52,7 @@ def heal(namespace: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any
 
 
 class _Healing:
-    """One call of `heal` on one rank. Methods with a leading verb in common are collective, in the order of `run`."""
+    """One call of `heal` on one rank. Ranks go through `run` in step: what comes next depends on what all know."""
 
     def __init__(self, namespace: dict[str, Any], newcomers: tuple[int, ...]) -> None:
         self._newcomers = newcomers
@@ -76,7 +76,7 @@ class _Healing:
             else:
                 heir.settle(self._here)
         self._mark_lost()
-        for trainer in self._here.belongings.trainers.values():
+        for _, trainer in sorted(self._here.belongings.trainers.items()):
             if not trainer._stepper.lost:
                 trainer._stepper.mirror_again()
         return self._report()
@@ -185,8 +185,11 @@ class _Healing:
         """Binds the names on newcomers."""
         here = self._here
         healed, lost, names = broadcast(self._named() if self._is_donor else None, self._survivors[0])
+        found = _Attempt(lambda: {name: here.belongings.find(address) for name, address in healed.items()})
+        if problem := _first(found.problem if self._is_new else ""):
+            raise SessionError(f"a rank could not be healed: {problem}; {_AGAIN}")
         if self._is_new:
-            here.namespace.update({name: here.belongings.find(address) for name, address in healed.items()})
+            here.namespace.update(found.value or {})
         known = set.intersection(*(gather(set(here.namespace))[rank] for rank in self._newcomers))
         missing = [name for name in names if name not in known and name not in lost]
         return {"healed": list(healed), "lost": lost, "missing": missing}

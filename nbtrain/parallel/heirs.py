@@ -156,7 +156,7 @@ class TrainerHeir:
     number: int
 
     def structure(self, here: Here) -> bytes:
-        return here.pack(_Itself(vars(here.belongings.trainers[self.number])), SENT_BYTES)
+        return here.pack(_Itself.of(here.belongings.trainers[self.number]), SENT_BYTES)
 
     def numbers(self, here: Here, mirrored: bool) -> Any:
         stepper = here.belongings.trainers[self.number]._stepper
@@ -167,8 +167,7 @@ class TrainerHeir:
         return {"state": stepper.mirror.optimizer_state(), "random": random}
 
     def build(self, here: Here, structure: bytes) -> None:
-        trainer = Trainer.__new__(Trainer)
-        vars(trainer).update(here.unpack(structure).attributes)
+        trainer = here.unpack(structure).made()
         stepper = trainer._stepper
         live.track_steps(stepper, self.number)
         if isinstance(stepper.scheduler, lr_scheduler.LRScheduler):
@@ -215,9 +214,19 @@ class LoaderHeir:
 
 @dataclass(frozen=True)
 class _Itself:
-    """Not the trainer, which has an address that stands for it."""
+    """The trainer taken apart: it may have links to itself, and no `__init__` is to run again."""
 
+    cls: type[Trainer]
     attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> _Itself:
+        return cls(type(trainer), vars(trainer))
+
+    def made(self) -> Trainer:
+        trainer = self.cls.__new__(self.cls)
+        vars(trainer).update(self.attributes)
+        return trainer
 
 
 def weights(module: nn.Module) -> dict[str, list[torch.Tensor]]:

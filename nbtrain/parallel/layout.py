@@ -71,6 +71,7 @@ class Layout:
     def rebind(self) -> None:
         """Process groups were formed again: take the new ones, here and in the models."""
         vars(self).pop("group", None)
+        self.order.clear()  # some ranks may have been cut off before they had agreed on it
         self.regroup()
         if self.shards:
             for model in list(self._models):

@@ -41,16 +41,6 @@ _ELEMENTWISE = (
 )
 
 
-def check_mirrored(optimizer: Optimizer) -> None:
-    """Raises `OptimizerError` where a mirror could not do what ``optimizer`` does."""
-    if type(optimizer) not in _ELEMENTWISE:  # a subclass may compute something else
-        names = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
-        raise OptimizerError(
-            f"redundancy=True steps a copy of each shard on another rank, which {type(optimizer).__name__} may not "
-            f"allow; choose one of torch.optim's {names}, or leave redundancy away and save checkpoints"
-        )
-
-
 class Mirror:
     """Of one trainer on this rank: sends to the next rank of the shard group, holds for the one before.
 
@@ -58,9 +48,13 @@ class Mirror:
         model: Sharded, without replicas.
         optimizer: Of its parameters.
         layout: Of the model.
+
+    Raises:
+        OptimizerError: A mirror could not do what the optimizer does.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, layout: Layout) -> None:
+        _check(optimizer)
         self._layout, self._optimizer = layout, optimizer
         self._own = list(model.parameters())
         self._twins: list[nn.Parameter] = []
@@ -88,8 +82,10 @@ class Mirror:
         if states := pass_along(self._state() if stale else None, self._group):
             self._seed(states)
             self._held = self._mark()
-        gradients = torch.cat([self._flat_gradient(parameter) for parameter in self._own]).cpu()
-        self._gradients = swap(gradients, torch.empty(self._num_elements, dtype=gradients.dtype), self._group)
+        trained = self._trained()
+        gradients = torch.cat([_flat_gradient(own) for own, _ in trained]).cpu()
+        num_elements = sum(twin.numel() for _, twin in trained)
+        self._gradients = swap(gradients, torch.empty(num_elements, dtype=gradients.dtype), self._group)
         begun, ended = heard[1:].chunk(2)
         self._random = (step, begun, ended)
 
@@ -100,8 +96,9 @@ class Mirror:
             factor: What the gradients are multiplied by.
         """
         assert self._twin_optimizer is not None, "seeded when it was made"
-        parts = torch.split(self._gradients.mul_(factor), [twin.numel() for twin in self._twins])
-        for own, twin, part in zip(self._own, self._twins, parts, strict=True):
+        trained = self._trained()
+        parts = torch.split(self._gradients.mul_(factor), [twin.numel() for _, twin in trained])
+        for (own, twin), part in zip(trained, parts, strict=True):
             twin.grad = None if own.grad is None else part.view_as(twin)
         for group, twin_group in zip(self._optimizer.param_groups, self._twin_optimizer.param_groups, strict=True):
             twin_group.update(self._options(group))
@@ -178,18 +175,14 @@ class Mirror:
             options.update({key: False for key in ("capturable",) if key in options})
         return options
 
-    def _flat_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
-        shard = local(parameter)
-        return (torch.zeros_like(shard) if parameter.grad is None else local(parameter.grad)).flatten()
+    def _trained(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Own parameters with their twins; of frozen ones a copy is enough."""
+        return [pair for pair in zip(self._own, self._twins, strict=True) if pair[0].requires_grad]
 
     def _mark(self) -> _Mark:
         versions = [parameter._version + local(parameter)._version for parameter in self._own]
         groups = [len(group["params"]) for group in self._optimizer.param_groups]
         return _Mark([*versions, *groups], self._optimizer.state)
-
-    @property
-    def _num_elements(self) -> int:
-        return sum(twin.numel() for twin in self._twins)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -199,6 +192,20 @@ class Mirror:
     @property
     def _device(self) -> torch.device:
         return self._own[0].device
+
+
+def _check(optimizer: Optimizer) -> None:
+    if type(optimizer) not in _ELEMENTWISE:  # a subclass may compute something else
+        names = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
+        raise OptimizerError(
+            f"redundancy=True steps a copy of each shard on another rank, which {type(optimizer).__name__} may not "
+            f"allow; choose one of torch.optim's {names}, or leave redundancy away and save checkpoints"
+        )
+
+
+def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    shard = local(parameter)
+    return (torch.zeros_like(shard) if parameter.grad is None else local(parameter.grad)).flatten()
 
 
 class _Mark:

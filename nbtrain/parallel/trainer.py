@@ -19,7 +19,6 @@ from nbtrain.parallel.holdings import holdings, holdings_text
 from nbtrain.parallel.layout import Layout, layout_of
 from nbtrain.parallel.loader import Loader, loader
 from nbtrain.parallel.loss import LossFn
-from nbtrain.parallel.mirror import check_mirrored
 from nbtrain.parallel.optimizer import MakeOptimizer, make_optimizer, trained
 from nbtrain.parallel.parallelize import parallelize
 from nbtrain.parallel.phase import Phase, Stage
@@ -102,7 +101,6 @@ class Trainer:
             redundancy=redundancy,
         )
         if redundancy:
-            check_mirrored(self.optimizer)
             self._stepper.mirror_again()
 
     def step(self, *batch: Any, **named: Any) -> torch.Tensor:

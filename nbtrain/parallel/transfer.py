@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CPU = torch.device("cpu")
+BATCH_BYTES = 64 * 2**20
+"""Tensors travel together, up to so many bytes: a message of its own for each would be most of the time."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +29,29 @@ class _Slot:
     def of(cls, tensor: torch.Tensor) -> _Slot:
         return cls(tuple(tensor.shape), tensor.dtype)
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def send(tree: Any, to: int) -> None:
     """Sends ``tree``: nested lists, tuples and dicts of tensors and of what pickles. To be received by `receive`."""
     dist.send_object_list([tree_map_only(torch.Tensor, _Slot.of, tree)], to, device=_CPU)
-    for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.numel():
-            dist.send(leaf.detach().to(_CPU).contiguous(), to)
+    for flat in _flats(tree):
+        if flat.numel():
+            dist.send(flat, to)
 
 
 def receive(source: int) -> Any:
     """What ``source`` sends; its tensors on the CPU."""
     box: list[Any] = [None]
     dist.recv_object_list(box, source, device=_CPU)
-    return tree_map_only(_Slot, lambda slot: _receive_tensor(slot, source), box[0])
+    batches = _batches(box[0])
+    flats = [_room(batch) for batch in batches]
+    for flat in flats:
+        if flat.numel():
+            dist.recv(flat, source)
+    return _filled(box[0], batches, flats)
 
 
 def gather(thing: Any) -> list[Any]:
@@ -53,13 +66,6 @@ def broadcast(thing: Any, source: int) -> Any:
     box = [thing]
     dist.broadcast_object_list(box, source, device=_CPU)
     return box[0]
-
-
-def _receive_tensor(slot: _Slot, source: int) -> torch.Tensor:
-    tensor = torch.empty(slot.shape, dtype=slot.dtype)
-    if tensor.numel():
-        dist.recv(tensor, source)
-    return tensor
 
 
 def swap(outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -79,23 +85,56 @@ def swap(outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGrou
 
 def pass_along(tree: Any, group: dist.ProcessGroup) -> Any:
     """Sends ``tree`` to the next rank of a ring and returns that of the one before; None sends none."""
-    header = _packed(tree_map_only(torch.Tensor, _Slot.of, tree))
+    header = _bytes(pickle.dumps(tree_map_only(torch.Tensor, _Slot.of, tree)))
     size = swap(torch.tensor([len(header)]), torch.empty(1, dtype=torch.long), group)
     heard = pickle.loads(swap(header, torch.empty(int(size), dtype=torch.uint8), group).numpy().tobytes())
-    outgoing = [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
-    slots = [leaf for leaf in tree_flatten(heard)[0] if isinstance(leaf, _Slot)]
+    batches = _batches(heard)
     nothing = torch.empty(0)
-    arrived = [
-        swap(
-            nothing if mine is None else mine.detach().to(_CPU).contiguous(),
-            nothing if slot is None else torch.empty(slot.shape, dtype=slot.dtype),
-            group,
-        )
-        for mine, slot in itertools.zip_longest(outgoing, slots)
-    ][: len(slots)]
-    remaining = iter(arrived)
-    return tree_map_only(_Slot, lambda _: next(remaining), heard)
+    flats = [
+        swap(nothing if mine is None else mine, nothing if batch is None else _room(batch), group)
+        for mine, batch in itertools.zip_longest(_flats(tree), batches)
+    ]
+    return _filled(heard, batches, flats)
 
 
-def _packed(thing: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _flats(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of ``tree`` as bytes on the CPU, batch by batch."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    for batch in _batches([_Slot.of(tensor) for tensor in tensors]):
+        parts, tensors = tensors[: len(batch)], tensors[len(batch) :]
+        yield torch.cat([part.detach().to(_CPU).contiguous().flatten().view(torch.uint8) for part in parts])
+
+
+def _batches(header: Any) -> list[list[_Slot]]:
+    """The slots in ``header``, cut where a batch is full."""
+    batches: list[list[_Slot]] = []
+    size = BATCH_BYTES
+    for slot in tree_leaves(header):
+        if isinstance(slot, _Slot):
+            if size >= BATCH_BYTES:
+                batches.append([])
+                size = 0
+            batches[-1].append(slot)
+            size += slot.num_bytes
+    return batches
+
+
+def _room(batch: list[_Slot]) -> torch.Tensor:
+    return torch.empty(sum(slot.num_bytes for slot in batch), dtype=torch.uint8)
+
+
+def _filled(header: Any, batches: list[list[_Slot]], flats: list[torch.Tensor]) -> Any:
+    """``header`` with its tensors in their places."""
+    tensors = iter(
+        [
+            # a copy: it would keep the whole batch in memory, and may not be aligned
+            part.clone().view(slot.dtype).view(slot.shape)
+            for batch, flat in zip(batches, flats, strict=False)
+            for slot, part in zip(batch, torch.split(flat, [slot.num_bytes for slot in batch]), strict=True)
+        ]
+    )
+    return tree_map_only(_Slot, lambda _: next(tensors), header)

@@ -1,5 +1,6 @@
 """Meshes outlive their groups, and a newcomer gets them without forming a group."""
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,3 +127,26 @@ def test_a_rank_that_was_cut_off_counts_on_from_the_others() -> None:
         return later.heard
 
     assert run_lives(survive, survive, 2, ()) == [[[0, 1]], [[0, 1]]]
+
+
+def test_ranks_of_which_some_have_agreed_on_the_order_of_units_agree_again() -> None:
+    """An interrupt may fall in the first forward, when some ranks are through it."""
+
+    def survive(life: Life) -> float:
+        torch.manual_seed(0)
+        trainer = nt.Trainer(
+            models.GPT(),
+            nt.Plan(zero=3),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            loss_fn=models.token_mean,
+        )
+        ids = torch.ones(2, 4, dtype=torch.long)
+        trainer.step(ids, ids)
+        if life.rank == 1:
+            trainer._stepper.layout.order.clear()
+        dist.barrier()
+        life.rejoin(1, ())
+        return trainer.step(ids, ids).item()
+
+    losses = run_lives(survive, survive, 2, ())
+    assert losses[0] == losses[1]

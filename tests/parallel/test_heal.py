@@ -21,7 +21,16 @@ from nbtrain.parallel.totals import Tally
 STEPS, FATAL = 6, 3
 BATCH = 8
 
-PLACES = ("forward", "gathered", "before the wait", "in the wait", "behind the wait", "optimizer", "between")
+PLACES = (
+    "forward",
+    "backward",
+    "mirroring",
+    "before the wait",
+    "in the wait",
+    "behind the wait",
+    "optimizer",
+    "between",
+)
 """Where the rank dies in step `FATAL`."""
 
 
@@ -33,11 +42,11 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(8, 33), nn.BatchNorm1d(33), nn.Tanh(), nn.Linear(33, 3))
         self.idle = nn.Linear(3, 3)
         self.register_buffer("scale", torch.full((), 1.5), persistent=False)
-        self.calls = 0
+        self.calls, self._offset = 0, torch.zeros(())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.layers(x) * self.scale
+        return self.layers(x) * self.scale + self._offset
 
 
 class Noisy(models.GPT):
@@ -104,10 +113,12 @@ def doom(trainer: nt.Trainer, place: str) -> None:
         die()
     if place == "forward":
         trainer._stepper.loss_fn = lambda *args: die()
-    if place == "gathered":  # in backward
+    if place == "backward":
         loss_fn = trainer._stepper.loss_fn
         trainer._stepper.loss_fn = lambda *args: _Fatal.apply(loss_fn(*args))
-    if place == "before the wait":
+    if place == "mirroring" and trainer._stepper.mirror is not None:
+        trainer._stepper.mirror._trained = die  # its state has been heard, its gradients have not
+    elif place in ("mirroring", "before the wait"):
         trainer._stepper._settle = lambda tally: die()
     if place in ("in the wait", "behind the wait"):
         reduce = Tally.reduce
@@ -133,13 +144,20 @@ class _Fatal(torch.autograd.Function):
         return gradient
 
 
+def take_step(trainer: nt.Trainer, kind: str, step: int) -> float:
+    module = getattr(trainer.model, "module", trainer.model)
+    if step == 1 and isinstance(module, Net):
+        module._offset = torch.full((), 0.25)  # in no state dict
+    return trainer.step(*share(kind, step)).item()
+
+
 def train(namespace: dict[str, Any], kind: str) -> dict[int, float]:
     """The steps that are left; the losses by step."""
     trainer = namespace["trainer"]
     losses = {}
     while trainer.num_steps < STEPS:
         step = trainer.num_steps + 1
-        losses[step] = trainer.step(*share(kind, step)).item()
+        losses[step] = take_step(trainer, kind, step)
     return losses
 
 
@@ -168,7 +186,7 @@ def disturbed(kind: str, plan: str, dying: tuple[int, ...], place: str) -> list[
             for step in range(1, FATAL + 1):
                 if step == FATAL and life.rank in dying:
                     doom(trainer, place)
-                losses[step] = trainer.step(*share(kind, step)).item()
+                losses[step] = take_step(trainer, kind, step)
             trainer.evaluate([share(kind, 0)])  # where no rank waits for the dead one's step
         except RuntimeError:
             pass
@@ -266,7 +284,7 @@ def test_one_after_another(plan: str) -> None:
             if generation == len(dying):
                 return got | train(namespace, "net"), states(namespace)
             step = trainer.num_steps + 1
-            got[step] = trainer.step(*share("net", step)).item()
+            got[step] = take_step(trainer, "net", step)
             if life.rank == dying[generation]:
                 die()
             generation += 1

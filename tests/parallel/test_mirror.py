@@ -151,5 +151,7 @@ def test_an_optimizer_that_may_not_be_element_wise_is_refused() -> None:
     def on_rank() -> None:
         with pytest.raises(OptimizerError, match=r"Own may not allow; choose one of torch\.optim's ASGD, "):
             trainer_of(lambda params: Own(params, lr=0.1))
+        # replicas need no mirror
+        nt.Trainer(models.MLP(), nt.Plan(zero=0), optimizer=lambda params: Own(params, lr=0.1), redundancy=True)
 
     run_ranks(on_rank, 2)

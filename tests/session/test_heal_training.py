@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 from notebook import Notebook
@@ -99,3 +101,37 @@ def test_a_rank_that_is_killed_between_cells(nb: Notebook) -> None:
     for got in nb.value("losses"):
         assert got == pytest.approx(expected[-len(got) :], rel=1e-5)
         assert len(got) >= 2
+
+
+def test_an_interrupt_between_a_rank_and_its_mirror(nb: Notebook, tmp_path: Path) -> None:
+    """Ranks that wait for the gradients of one that sleeps are freed, and the mirrors stay right."""
+    expected = undisturbed(nb, "zero=3")
+    nb(TRAINERS.replace("SPEC", "'zero=3'"))
+    nb(STEPS.replace("TO", "2"))
+    there = tmp_path / "there"
+    request = nb.send(f"""%%distributed
+import pathlib, time
+def late(*args):
+    pathlib.Path({str(there)!r}).touch()
+    time.sleep(600)
+if rank == 1:
+    trainer._stepper.mirror.exchange = late
+steps(4)""")
+    wait_for(there)
+    nb.interrupt()
+    assert nb.wait(request).ename == "CellInterrupted"
+    nb("%%distributed -r 1\ndel trainer._stepper.mirror.exchange")
+    nb(STEPS.replace("TO", "3"))
+    assert nb.value("losses")[1] == pytest.approx(expected[2:3], rel=1e-5)
+    nb("%%distributed\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    assert nb("%distributed restart --ranks 1 --replay").status == "ok"
+    nb(STEPS.replace("TO", "6"))
+    for got in nb.value("losses"):
+        assert got == pytest.approx(expected[3:], rel=1e-5)
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
