@@ -3,13 +3,15 @@
 # make test       the environment, then all tests
 # make check      style, types and layers
 # make benchmarks measures against the peers and rewrites the README's table
+# make faults     runs the fault matrix, and the same mistakes under peers, and rewrites the README's tables
+# make soak       200 random faults in one session
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
 NOTEBOOK ?= notebooks/00_quickstart.ipynb
 
-.PHONY: demo lab test check benchmarks clean
+.PHONY: demo lab test check benchmarks faults soak clean
 
 demo: .venv/lab
 	$(BIN)/python notebooks/show.py $(NOTEBOOK)
@@ -28,6 +30,12 @@ check: .venv/dev
 
 benchmarks: .venv/dev
 	$(BIN)/python tests/benchmarks/run.py
+
+faults: .venv/dev
+	$(BIN)/python tests/faults/run.py
+
+soak: .venv/dev
+	$(BIN)/python tests/faults/soak.py
 
 clean:
 	rm -rf .venv

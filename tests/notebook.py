@@ -114,6 +114,11 @@ class Notebook:
     def interrupt(self) -> None:
         self.manager.interrupt_kernel()
 
+    def restart(self) -> None:
+        """Kernel > Restart: the same notebook, a new process."""
+        self.manager.restart_kernel(now=True)
+        self.client.wait_for_ready(timeout=60)
+
     def close(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=False)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,12 +35,20 @@ GRACE_S = 3.0
 """How long the others may go on after the first failure: they may wait for the rank that failed."""
 
 
+KILLED = "no report: killed, by itself or after the time was up"
+
+
 class RanksFailed(AssertionError):
     """Some rank raised, died or did not end; the message has every traceback."""
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, group: bool = True
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    group: bool = True,
+    mortal: Collection[int] = (),
 ) -> list[Any]:
     """``function(*args)`` on ``world_size`` ranks at once; what each returned, by rank.
 
@@ -50,6 +58,7 @@ def run_ranks(
         *args: Given to each.
         timeout: In seconds, for all; then ranks are killed by pid.
         group: Whether the default process group exists.
+        mortal: Ranks that may be killed by SIGKILL: None is returned for them.
 
     Raises:
         RanksFailed: With the tracebacks of all ranks that raised, by rank.
@@ -59,7 +68,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = Path(folder) / "store" if group else None
         children = [_fork(function, args, rank, world_size, store, timeout) for rank in range(world_size)]
-        results = _collect(children, timeout)
+        results = _collect(children, timeout, mortal)
     failures = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
     if failures:
         raise RanksFailed("\n".join(failures))
@@ -119,7 +128,7 @@ def _join(store: Path, rank: int, world_size: int, timeout: float) -> None:
     dist.barrier()
 
 
-def _collect(children: list[tuple[int, int]], timeout: float) -> list[tuple[bool, Any]]:
+def _collect(children: list[tuple[int, int]], timeout: float, mortal: Collection[int]) -> list[tuple[bool, Any]]:
     """The report of each child, by rank; all children have ended when it returns."""
     reports: dict[int, bytes] = {rank: b"" for rank in range(len(children))}
     deadline = time.monotonic() + timeout
@@ -132,9 +141,10 @@ def _collect(children: list[tuple[int, int]], timeout: float) -> list[tuple[bool
                 reports[key.data] += chunk
                 if not chunk:
                     selector.unregister(key.fd)
-                    if not _succeeded(reports[key.data]):
+                    if not _succeeded(reports[key.data]) and not (key.data in mortal and not reports[key.data]):
                         deadline = min(deadline, time.monotonic() + GRACE_S)
-    return [_end(pid, reader, reports[rank]) for rank, (pid, reader) in enumerate(children)]
+    ends = [_end(pid, reader, reports[rank]) for rank, (pid, reader) in enumerate(children)]
+    return [(True, None) if rank in mortal and end == (False, KILLED) else end for rank, end in enumerate(ends)]
 
 
 def _succeeded(report: bytes) -> bool:
@@ -149,4 +159,5 @@ def _end(pid: int, reader: int, report: bytes) -> tuple[bool, Any]:
     if report:
         ok, value = pickle.loads(report)
         return ok, value
-    return False, f"no report: exit code {os.waitstatus_to_exitcode(status)} (killed after the time was up, or died)"
+    code = os.waitstatus_to_exitcode(status)
+    return False, KILLED if code == -signal.SIGKILL else f"no report: exit code {code}"

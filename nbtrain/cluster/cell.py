@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from nbtrain.cluster.failures import Failure, group, ranks_text, render, summary
+from nbtrain.cluster.failures import Death, Failure, group, ranks_text, render, replace_advice, summary
 from nbtrain.cluster.output import CellOutput, Publisher
 from nbtrain.errors import CellError, RankDiedError
 
@@ -26,7 +26,10 @@ class Cell:
         number: int,
         name: str = "",
         label: str = "",
+        *,
+        alone: bool = True,
     ) -> None:
+        self._alone = alone  # no rank of the session is outside the cell
         self.ranks = list(ranks)
         self.output = output
         self.number = number
@@ -38,7 +41,7 @@ class Cell:
         self.heard = self.started  # when a rank last printed something or finished
         self.ended: float | None = None
         self.failures: dict[int, Failure] = {}
-        self.deaths: dict[int, str] = {}
+        self.deaths: dict[int, Death] = {}
         self.groups: set[str] = set()  # what the ranks say of their process groups at the cell's end
         self._replied: set[int] = set()
         self._idle: set[int] = set()
@@ -94,11 +97,11 @@ class Cell:
     def on_idle(self, rank: int) -> None:
         self._advance(self._idle, rank)
 
-    def on_death(self, rank: int, how: str) -> None:
+    def on_death(self, rank: int, death: Death) -> None:
         with self._lock:
             if rank in self._replied and rank in self._idle:
                 return  # it had finished this cell
-            self.deaths[rank] = how
+            self.deaths[rank] = death
         self._finish(rank)
 
     def _advance(self, stage: set[int], rank: int) -> None:
@@ -120,11 +123,14 @@ class Cell:
             self._done.set()
 
     def _death(self) -> RankDiedError:
-        how = "; ".join(f"rank {rank} died ({text})" for rank, text in sorted(self.deaths.items()))
+        how = "; ".join(death.told(rank) for rank, death in sorted(self.deaths.items()))
         others = [rank for rank in self.ranks if rank not in self.deaths]
         own = "its" if len(others) == 1 else "their"
         kept = f" {ranks_text(others).capitalize()} kept {own} state." if others else ""
-        return RankDiedError(f"{how} while it ran this cell.{kept} Type %distributed restart to start again")
+        advice = replace_advice(self.deaths) if others or not self._alone else "type %distributed restart"
+        if all(death.replaced for death in self.deaths.values()):
+            advice = "run the cell again"
+        return RankDiedError(f"{how} while it ran this cell.{kept} {advice[0].upper()}{advice[1:]}")
 
 
 class Handle:
@@ -137,7 +143,7 @@ class Handle:
         self,
         cell: Cell,
         watch: Callable[[float | None], bool],
-        interrupt: Callable[[], None],
+        interrupt: Callable[[], object],
         values: Callable[[], list[Any]],
     ) -> None:
         self._cell = cell

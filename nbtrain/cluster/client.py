@@ -121,9 +121,18 @@ class RankClient(ipp.Client):
         sent.add_done_callback(settle)
         return answer
 
+    def unregister(self, rank: int) -> None:
+        """Tell the controller that ``rank`` has died; it would find out by its heartbeats, a minute later."""
+        message = self.session.msg("unregistration_request", content={"id": rank})
+        self._io_loop.add_callback(lambda: self.session.send(self._query_stream, message))
+
     def on_membership(self, callback: Callable[[dict[str, Any]], None]) -> None:
         """Call back, on the IO thread, whenever a rank registers or unregisters."""
         self._registration_callbacks.append(callback)
+
+    def off_membership(self, callback: Callable[[dict[str, Any]], None]) -> None:
+        """No longer call back."""
+        self._registration_callbacks.remove(callback)
 
     def abandon(self, rank: int, reason: str) -> None:
         """Nothing more will come from ``rank``: fail its calls. The cells' owner settles its cells."""

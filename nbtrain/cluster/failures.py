@@ -84,10 +84,32 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(listed) > 1 else ''} {compact(listed)}"
 
 
-def death(code: int | None) -> str:
+@dataclass(frozen=True)
+class Death:
+    """How a rank ended ("SIGKILL", "exit code 3"), and at which line of which cell; ``at`` is empty if none ran.
+
+    ``replaced`` says that the session ended it, to put another process in its place.
+    """
+
+    how: str
+    at: str = ""
+    replaced: bool = False
+
+    def told(self, rank: int) -> str:
+        """A clause."""
+        place = f" at {self.at}" if self.at else ""
+        return f"rank {rank} was replaced{place}" if self.replaced else f"rank {rank} died ({self.how}){place}"
+
+
+def replace_advice(ranks: Iterable[int]) -> str:
+    """What to type when ranks have died."""
+    return f"type %distributed restart --ranks {compact(ranks)} --replay to replace what died"
+
+
+def exit_text(code: int | None) -> str:
     """How a process ended: "SIGKILL" or "exit code 3"."""
     if code is None:
-        return "unknown"
+        return "its process is gone"
     if code < 0:
         try:
             return signal.Signals(-code).name

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from pickle import PickleError
@@ -16,30 +17,45 @@ import psutil
 
 from nbtrain.cluster import launch, runtime
 from nbtrain.cluster.client import CallFailed, RankClient
-from nbtrain.cluster.failures import as_error, death
-from nbtrain.errors import RankDiedError, StartError, UsageError
+from nbtrain.cluster.failures import Death, as_error, exit_text, replace_advice
+from nbtrain.cluster.memory import OutOfMemory
+from nbtrain.cluster.trail import last_line
+from nbtrain.errors import RankDiedError, SessionError, StartError, UsageError
 from nbtrain.interrupts import uninterrupted
 
 START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 10.0
+PEERS_GRACE_S = 1.0  # what the others of a call get to fail by themselves, once one has failed
+FREE_TIMEOUT_S = 0.5
 SEED = 0  # rank r's random state starts from SEED + r
 
 
 class Members:
     """Starts ``request.num_ranks`` ranks and holds what belongs to them: processes, connections, a private folder.
 
-    ``on_death(rank, how)`` is called from another thread when a rank's process ends.
+    ``on_death(rank, death)`` is called from another thread when a rank's process ends.
+
+    Attributes:
+        dead: How each rank ended that was not replaced.
+        groups_lost: Whether process groups must be formed again before the next cell: ranks were cut out of them, a
+            cell has destroyed them, or an interrupt may have left trainers a step apart (they agree when it is done).
+        newcomers: Ranks that took a dead one's place, and do not yet hold what it held.
     """
 
-    def __init__(self, launcher: str, request: launch.Request, on_death: Callable[[int, str], None]) -> None:
+    def __init__(self, launcher: str, request: launch.Request, on_death: Callable[[int, Death], None]) -> None:
         self.world_size = request.num_ranks
         self.folder = runtime.create()
-        self.dead: dict[int, str] = {}
+        self.dead: dict[int, Death] = {}
         self.processes: dict[int, psutil.Process] = {}
         self.info: list[dict[str, Any]] = []
+        self.groups_lost = False
+        self.newcomers: tuple[int, ...] = ()
+        self._ending: set[int] = set()  # ranks that are being ended, to be replaced
         self._generation = 0
         self._request = request
         self._on_death = on_death
         self._stopping = False
+        self._memory = OutOfMemory()
         self._launch: launch.Launch | None = None
         self.client: RankClient | None = None
         try:
@@ -64,54 +80,132 @@ class Members:
             RankDiedError: a rank's process ended.
             Exception: what the function raised, if it is one of `nbtrain.errors`; else a CellError.
         """
-        targets = list(ranks)
+        return self._call_each(name, {rank: (args, kwargs) for rank in ranks})
+
+    def _call_each(self, name: str, arguments: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        """`call` with arguments for each rank."""
         client = self._need_client()
         try:
             with uninterrupted():  # ranks may wait for each other in the call
-                answers = [client.call(rank, name, *args, **kwargs) for rank in targets]
+                answers = {rank: client.call(rank, name, *args, **kw) for rank, (args, kw) in arguments.items()}
         except (TypeError, ValueError, AttributeError, PickleError) as problem:
             raise UsageError(f"{name}: a value cannot be sent to the ranks: {problem}") from problem
+        self._wait_for(answers)
         try:
-            return [_result(answer) for answer in answers]
+            return [answer.result() for answer in answers.values()]
         except CallFailed as failed:
             raise as_error(failed.rank, failed.failure) from None
         except ConnectionError as lost:
             raise RankDiedError(str(lost)) from None
+
+    def _wait_for(self, answers: dict[int, Future[Any]]) -> None:
+        """Wait for all; where one has failed, the others may wait for it and are freed."""
+        waiting = set(answers.values())
+        failed = False
+        while waiting:  # in steps that Ctrl-C can end on every platform
+            step = PEERS_GRACE_S if failed else 0.5
+            done, waiting = futures.wait(waiting, step, return_when=futures.FIRST_EXCEPTION)
+            if failed and waiting:
+                self.free(rank for rank, answer in answers.items() if answer in waiting)
+            failed = failed or any(answer.exception() for answer in done)
+
+    def replace(self, ranks: Collection[int]) -> None:
+        """New processes for ``ranks``; those that live are ended first. They form no groups yet: see `heal`.
+
+        Raises:
+            StartError: a process did not come, or a launcher cannot replace one.
+        """
+        assert self._launch is not None
+        client, launched = self._need_client(), self._launch
+        launched.require_replaceable()
+        self._end(ranks)
+        with _Arrivals(client) as arrivals:
+            for rank in ranks:
+                client.unregister(rank)
+            arrivals.wait_until_gone(ranks)
+            for rank in ranks:
+                launched.replace(rank)
+                self.dead.pop(rank)
+            arrivals.wait_for(ranks, lambda: self._check_started(ranks))
+        self.processes = launched.processes()
+        self.newcomers = tuple(sorted({*self.newcomers, *ranks}))
+        self.call("prepare", ranks, **self._preparations())
+
+    def heal(self, define: Callable[[int], None]) -> list[dict[str, Any]]:
+        """Form the groups with the newcomers, and give them what the dead ranks held; what came of it, by rank.
+
+        ``define(rank)`` replays definitions there, once the rank's groups stand.
+        """
+        newcomers = self.newcomers
+        [recipe] = self.call("recipe", [self._survivors()[0]])
+        self.rejoin(recipe)
+        for rank in newcomers:
+            define(rank)
+        [*self.info] = self.call("describe", range(self.world_size))
+        reports = self.call("heal", range(self.world_size), newcomers)
+        self.newcomers = ()
+        return reports
+
+    def _survivors(self) -> list[int]:
+        survivors = [rank for rank in range(self.world_size) if rank not in (*self.newcomers, *self.dead)]
+        if not survivors:
+            raise SessionError("no rank is left that holds anything; type %distributed restart to start again")
+        return survivors
+
+    def _end(self, ranks: Iterable[int]) -> None:
+        """Kill those of ``ranks`` that still live, and wait until they are gone."""
+        for rank in ranks:
+            if rank not in self.dead:
+                self._ending.add(rank)
+                self.signal(rank, getattr(signal, "SIGKILL", signal.SIGTERM))
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while any(rank not in self.dead for rank in ranks):
+            if time.monotonic() > deadline:
+                raise StartError(f"a process did not end in {END_TIMEOUT_S:.0f} s; type %distributed restart")
+            time.sleep(0.005)  # the fork server tells another thread
+
+    def _check_started(self, ranks: Iterable[int]) -> None:
+        for rank in set(ranks) & set(self.dead):
+            how = self.dead[rank].how
+            raise StartError(f"rank {rank} ended at its start ({how}); its log ends with:\n{self._log_tail(rank)}")
 
     def forget(self, requests: Iterable[str]) -> None:
         """No longer listen to what comes late for these cells."""
         for request in requests:
             self._need_client().forget(request)
 
-    def rejoin(self) -> None:
-        """Form the process groups again, under a new generation."""
+    def rejoin(self, recipe: bytes | None = None) -> None:
+        """Form the process groups again, under a new generation. Newcomers need the survivors' ``recipe``."""
         self._generation += 1
-        everyone = range(self.world_size)
-        common = min(self.call("num_formed", everyone))
-        self.call("rejoin", everyone, f"rejoin{self._generation}", common)
+        common = min(self.call("num_formed", self._survivors()))
+        options = {"generation": f"rejoin{self._generation}", "num_groups": common, "newcomers": self.newcomers}
+        self._call_each(
+            "rejoin",
+            {
+                rank: ((), {**options, "recipe": recipe if rank in self.newcomers else None})
+                for rank in range(self.world_size)
+            },
+        )
+        self.groups_lost = False
+
+    def free(self, ranks: Iterable[int]) -> None:
+        """Cut ``ranks`` out of the collectives that they wait in."""
+        stuck = list(ranks)
+        self.groups_lost |= bool(stuck)
+        self.ask_all(stuck, "free", FREE_TIMEOUT_S)
+
+    def ask_all(self, ranks: Iterable[int], name: str, timeout: float, **args: Any) -> dict[int, Any]:
+        """`ask` of several ranks at once; None for those that do not answer within ``timeout`` seconds."""
+        asked = {rank: self._need_client().ask(rank, name, **args) for rank in ranks if rank not in self.dead}
+        futures.wait(asked.values(), timeout)
+        return {
+            rank: answer.result() if answer.done() and not answer.exception() else None
+            for rank, answer in asked.items()
+        }
 
     def ask(self, rank: int, name: str, timeout: float, **args: Any) -> Any:
         """Ask a rank's control thread, which answers while a cell runs; None if it does not within ``timeout`` s."""
-        if rank in self.dead:
-            return None
-        try:
-            return self._need_client().ask(rank, name, **args).result(timeout)
-        except (TimeoutError, OSError, RuntimeError):
-            return None
-
-    def ask_each(self, name: str, timeout: float) -> dict[int, Any]:
-        """Ask every rank's control thread at once; the answers by rank, of those that come within ``timeout`` s."""
-        client = self._need_client()
-        deadline = time.monotonic() + timeout
-        asked = {}
-        for rank in set(range(self.world_size)) - set(self.dead):
-            with contextlib.suppress(KeyError, OSError, RuntimeError):  # it ends just now
-                asked[rank] = client.ask(rank, name)
-        answers = {}
-        for rank, answer in asked.items():
-            with contextlib.suppress(TimeoutError, OSError, RuntimeError):
-                answers[rank] = answer.result(max(deadline - time.monotonic(), 0))
-        return answers
+        return self.ask_all([rank], name, timeout, **args).get(rank)
 
     def signal(self, rank: int, number: int) -> None:
         """Signal a rank's process: ours by pid and create time, another host's through ipyparallel."""
@@ -143,12 +237,17 @@ class Members:
         self.info = self.call(
             "join",
             range(self.world_size),
-            backend=self._request.backend,
-            threads=self._request.threads,
-            seed=SEED,
             generation="start",
-            path=sys.path,
+            **self._preparations(),
         )
+
+    def _preparations(self) -> dict[str, Any]:
+        return {
+            "backend": self._request.backend,
+            "threads": self._request.threads,
+            "seed": SEED,
+            "path": sys.path,
+        }
 
     def _launched(self, launcher: str) -> launch.Launch:
         """A launch whose engines are starting: forked where that is safe, else spawned."""
@@ -163,21 +262,9 @@ class Members:
         return self._launch
 
     def _wait_for_ranks(self, client: RankClient) -> None:
-        arrived = threading.Event()
-
-        def check(_: Any = None) -> None:
-            if len(client.ids) >= self.world_size:
-                arrived.set()
-
-        client.on_membership(check)
-        check()
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not arrived.wait(0.05):
-            if self.dead:
-                rank, how = next(iter(self.dead.items()))
-                raise StartError(f"rank {rank} ended at its start ({how}); its log ends with:\n{self._log_tail(rank)}")
-            if time.monotonic() > deadline:
-                raise StartError(f"{len(client.ids)} of {self.world_size} ranks came in {START_TIMEOUT_S:.0f} s")
+        with _Arrivals(client) as arrivals:
+            everyone = range(self.world_size)
+            arrivals.wait_for(everyone, lambda: self._check_started(everyone))
 
     def _log_tail(self, rank: int) -> str:
         path: Path = self.folder / f"rank-{rank}.log"
@@ -188,20 +275,55 @@ class Members:
             raise StartError("the ranks are still starting")
         return self.client
 
-    def _exited(self, rank: int, code: int) -> None:
+    def _exited(self, rank: int, code: int | None) -> None:
         if self._stopping:
             return
-        self.dead[rank] = death(code)
+        death = self._death(rank, code)
+        self.dead[rank] = death
         if self.client is not None:
-            self.client.abandon(rank, f"rank {rank} died ({death(code)}); type %distributed restart to start again")
-        self._on_death(rank, death(code))
+            self.client.abandon(rank, f"{death.told(rank)}; {replace_advice([rank])}")
+        self._on_death(rank, death)
+
+    def _death(self, rank: int, code: int | None) -> Death:
+        how = exit_text(code)
+        if how == "SIGKILL" and self._memory.ran_out():
+            how = "SIGKILL: the memory of this machine or container ran out"
+        replaced = rank in self._ending
+        self._ending.discard(rank)
+        return Death(how, last_line(self.folder / f"rank-{rank}.trail"), replaced)
 
 
-def _result(answer: Future[Any]) -> Any:
-    """Wait for an answer in steps that Ctrl-C can end on every platform."""
-    while True:
-        try:
-            return answer.result(0.5)
-        except TimeoutError:
-            if answer.done():
-                raise
+class _Arrivals:
+    """Hears which ranks register and unregister, from `__enter__` on."""
+
+    def __init__(self, client: RankClient) -> None:
+        self._client = client
+        self._changed = threading.Event()
+
+    def __enter__(self) -> _Arrivals:
+        self._client.on_membership(self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.off_membership(self._hear)
+
+    def wait_for(self, ranks: Iterable[int], check: Callable[[], None]) -> None:
+        """Until all ``ranks`` have registered; ``check`` raises where one cannot come any more."""
+        wanted = set(ranks)
+        self._until(lambda: wanted <= set(self._client.ids), check, "did not come")
+
+    def wait_until_gone(self, ranks: Iterable[int]) -> None:
+        wanted = set(ranks)
+        self._until(lambda: not wanted & set(self._client.ids), lambda: None, "did not go")
+
+    def _until(self, reached: Callable[[], bool], check: Callable[[], None], what: str) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not reached():
+            self._changed.clear()
+            check()
+            if time.monotonic() > deadline:
+                raise StartError(f"ranks {what} within {START_TIMEOUT_S:.0f} s; {len(self._client.ids)} are there")
+            self._changed.wait(0.05)
+
+    def _hear(self, _: dict[str, Any]) -> None:
+        self._changed.set()

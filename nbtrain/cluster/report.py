@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
+from nbtrain.cluster.failures import ranks_text
+from nbtrain.cluster.ranks import compact
 from nbtrain.plan.footprint import format_bytes
 
 
@@ -75,6 +78,44 @@ class Holdings(Table):
         plan = next(iter(next(iter(holdings.values())).values()))["plan"]
         columns = ("module", "rank", "layout", "parameters held", "parameter memory", "buffer memory")
         super().__init__(f"What each rank holds under {plan}:", columns, sorted(rows))
+
+
+@dataclass(frozen=True)
+class Healing:
+    """What came of replacing ``ranks``.
+
+    ``reports`` are by rank, as `nbtrain.parallel.heal.heal` gives them; ``notes`` say what failed in the replay.
+    """
+
+    ranks: list[int]
+    seconds: float
+    reports: list[dict[str, Any]]
+    notes: list[str]
+    replayed: bool
+
+    def __repr__(self) -> str:
+        were = "was" if len(self.ranks) == 1 else "were"
+        lines = [f"{ranks_text(self.ranks)} {were} replaced in {self.seconds:.1f} s", *self.notes]
+        own = [self.reports[rank] for rank in self.ranks]
+        healed = _union(report["healed"] for report in own)
+        if healed:
+            lines.append(f"{', '.join(healed)}: as if nothing had happened")
+        lost = {name: reason for report in own for name, reason in report["lost"].items()}
+        lines += [f"{name} is lost: {reason}" for name, reason in lost.items()]
+        missing = _union(report["missing"] for report in own)
+        if missing:
+            where = f"%%distributed -r {compact(self.ranks)}"
+            lines.append(f"not there: {', '.join(missing)}; to have them, run their cells with {where}")
+        if not self.replayed:
+            lines.append("with --replay, imports, functions and classes of earlier cells would be there too")
+        return "\n".join(lines)
+
+    def show(self) -> None:
+        print(repr(self))
+
+
+def _union(lists: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(name for names in lists for name in names))
 
 
 def _text(key: str, value: Any) -> str:

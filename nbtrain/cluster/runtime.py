@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
 PREFIX = "nbtrain-"
+REGISTRY = "processes"
 _OWNER = "owner"  # pid and create time of the kernel that the folder belongs to
 
 
@@ -19,6 +21,11 @@ def create() -> Path:
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     (folder / _OWNER).write_text(f"{os.getpid()} {psutil.Process().create_time()}")
     return folder
+
+
+def register(folder: Path, processes: Iterable[psutil.Process]) -> None:
+    """Write down which processes must not outlive this one; `nbtrain.engine.registry` reads it."""
+    (folder / REGISTRY).write_text("".join(f"{p.pid} {p.create_time()}\n" for p in processes if p.is_running()))
 
 
 def remove(folder: Path) -> None:

@@ -18,15 +18,16 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbtrain.cluster import hang, sinks
 from nbtrain.cluster.cell import Cell, Handle
 from nbtrain.cluster.client import Bound
-from nbtrain.cluster.failures import ranks_text
+from nbtrain.cluster.failures import Death, ranks_text, replace_advice
 from nbtrain.cluster.hang import Where
 from nbtrain.cluster.hangwatch import HANG_AFTER_S, HangWatch
 from nbtrain.cluster.members import Members
 from nbtrain.cluster.options import Options
 from nbtrain.cluster.output import CellOutput, Publisher
-from nbtrain.cluster.ranks import parse
-from nbtrain.cluster.report import Holdings, Status
-from nbtrain.cluster.supervisor import Supervisor
+from nbtrain.cluster.ranks import compact, parse
+from nbtrain.cluster.replay import Replay
+from nbtrain.cluster.report import Healing, Holdings, Status
+from nbtrain.cluster.supervisor import INTERRUPT_GRACE_S, Supervisor
 from nbtrain.errors import (
     BusyError,
     CellInterrupted,
@@ -44,6 +45,7 @@ from nbtrain.plan import Plan
 from nbtrain.plan.footprint import format_bytes
 
 GUARD_MODES = ("cells", "on", "off")
+SECOND_GRACE_S = 0.5  # what ranks get after a second interrupt: they may be on their way back
 LISTENED_CELLS = 200  # so many ended cells still show what their threads print
 
 _current: Session | None = None
@@ -106,6 +108,9 @@ class Session:
         self._cells: list[Cell] = []
         self._num_cells = 0
         self._ended: deque[Cell] = deque()
+        self._replay = Replay()
+        self._plan: dict[str, Any] | None = None
+        self._guard = "cells"
         self.start_seconds = 0.0
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -159,19 +164,36 @@ class Session:
             members.stop()
         for cell in self._cells:
             for rank in cell.running:
-                cell.on_death(rank, "the session was stopped")
+                cell.on_death(rank, Death("the session was stopped"))
         self._cells.clear()
         self._ended.clear()
+        self._replay = Replay()
+        self._plan, self._guard = None, "cells"
         if self._publisher is not None:
             self._publisher.stop()
             self._publisher = None
 
-    def restart(self, n: int | None = None, **options: Any) -> Session:
+    def restart(
+        self, n: int | None = None, *, ranks: str | None = None, replay: bool = False, **options: Any
+    ) -> Session:
         """Stop and start again, with the same options but for those given. What the ranks held is lost.
+
+        With ``ranks`` only these are replaced, whether they live or have died, and all others keep what they hold.
+        Trainers go on where another rank holds what the lost ones held: see `nbtrain.Trainer`. With ``replay`` the
+        definitions of earlier cells (imports, functions, classes, plain constants) run on the new ranks.
 
         Raises:
             UsageError: a value that cannot be; the ranks go on.
+            SessionError: no rank would keep anything.
         """
+        if ranks is not None:
+            if n is not None or options:
+                raise UsageError("restart: --ranks replaces ranks as they are; leave the other options away")
+            self._ready()
+            self._replace(parse(ranks, self.world_size), replay)
+            return self
+        if replay:
+            raise UsageError("restart: --replay is for the ranks of --ranks, e.g. --ranks 2 --replay")
         self._options.updated({"n": n, **options}).request()
         self.stop()
         return self.start(n, **options)
@@ -228,7 +250,7 @@ class Session:
             CellTimeoutError: it ran longer than ``timeout`` seconds, and was interrupted.
             RankDiedError: a rank's process ended.
         """
-        check_syntax(source)
+        code = check_syntax(source)
         if parallelize and not block:
             raise UsageError("--parallelize needs a blocking cell; leave --no-block away")
         self._ready()
@@ -242,6 +264,7 @@ class Session:
         begun = self._num_cells
         try:
             cell = self._send(source, targets, name, label, offset, keep=values or not block)
+            self._replay.remember(targets, code, label, offset)
             if not block:
                 return self._handle(cell)
             self._await(cell, timeout)
@@ -255,7 +278,8 @@ class Session:
     def interrupt(self, ranks: str = "all") -> list[int]:
         """Interrupt the cells that run on ``ranks``, as Ctrl-C would; returns the ranks that ran them.
 
-        All ranks of a cell are interrupted: they may wait for each other.
+        All ranks of a cell are interrupted: they may wait for each other. Ranks that did not answer an interrupt are
+        replaced by the next one.
         """
         if not self.started:
             return []
@@ -263,7 +287,7 @@ class Session:
         cells = [cell for cell in self._cells if wanted & set(cell.running)]
         running = sorted({rank for cell in cells for rank in cell.running})
         for cell in cells:
-            self._supervising().end(cell)
+            self._end(cell)
         return running
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -316,6 +340,7 @@ class Session:
             raise UsageError(f"guard {mode!r}: {nearest(mode, GUARD_MODES)}")
         self._ready()
         self._call("set_guard", range(self.world_size), mode)
+        self._guard = mode
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -345,8 +370,7 @@ class Session:
         targets = parse(spec, members.world_size)
         for rank in targets:
             if rank in members.dead:
-                how = members.dead[rank]
-                raise RankDiedError(f"rank {rank} died ({how}); type %distributed restart to start again")
+                raise RankDiedError(f"{members.dead[rank].told(rank)}; {replace_advice(members.dead)}")
         return targets
 
     def _send(self, source: str, targets: list[int], name: str, label: str, offset: int, keep: bool) -> Cell:
@@ -357,7 +381,7 @@ class Session:
         assert members.client is not None
         self._num_cells += 1
         output = CellOutput(targets, sinks.current(), members.folder / f"output-of-cell-{self._num_cells}.txt")
-        cell = Cell(targets, output, publisher, self._num_cells, name, label)
+        cell = Cell(targets, output, publisher, self._num_cells, name, label, alone=len(targets) == self.world_size)
         about = {"number": cell.number, "label": label, "offset": offset, "keep": keep, "ranks": targets}
         with uninterrupted():  # a cell that only some ranks got would never end
             self._cells.append(cell)
@@ -369,18 +393,63 @@ class Session:
     def _mend_groups(self) -> None:
         """Form the session's groups again where ranks were cut out of them or a cell has destroyed them."""
         members = self._ready()
-        supervisor = self._supervising()
-        if self._busy() or members.dead or not supervisor.groups_lost:
+        if self._busy() or members.dead or not members.groups_lost:
             return
         with self._supervising().interruptible(range(members.world_size)):
             members.rejoin()
-        supervisor.groups_lost = False
+
+    def _replace(self, ranks: Iterable[int], replay: bool) -> None:
+        """New processes for ``ranks``, and for those that have died besides; what they held, as far as it can be."""
+        members = self._ready()
+        wanted = sorted({*ranks, *members.dead})
+        if len(wanted) == self.world_size:
+            raise SessionError("no rank would keep anything; type %distributed restart to start again")
+        for cell in set(self._busy().values()):
+            if not set(cell.running) <= set(wanted):
+                self._supervising().end(cell)
+        self._refuse_if_busy(rank for rank in range(self.world_size) if rank not in wanted)
+        began = time.monotonic()
+        try:
+            members.replace(wanted)
+            notes: list[str] = []
+            reports = members.heal(lambda rank: notes.extend(self._define(rank, replay)))
+        except KeyboardInterrupt:
+            again = f"%distributed restart --ranks {compact(wanted)}"
+            raise CellInterrupted(f"{ranks_text(wanted)} were being replaced; type {again} once more") from None
+        Healing(wanted, time.monotonic() - began, reports, notes, replay).show()
+
+    def _define(self, rank: int, replay: bool) -> list[str]:
+        """Tell a newcomer the plan, and with ``replay`` what earlier cells defined; what failed there, a line each."""
+        members = self._ready()
+        if self._plan is not None:
+            members.call("bind_plan", [rank], self._plan)
+        members.call("set_guard", [rank], self._guard)
+        cells = self._replay.on(rank) if replay else []
+        [failed] = members.call("define", [rank], cells)
+        return [f"rank {rank}: {line}" for line in failed]
+
+    def _end(self, cell: Cell) -> str:
+        """Interrupt a cell; what came of it. Ranks that answer neither this nor an earlier interrupt are replaced."""
+        again = cell.interrupted
+        try:
+            self._supervising().end(cell, SECOND_GRACE_S if again else INTERRUPT_GRACE_S)
+        except KeyboardInterrupt:
+            again = not cell.wait(SECOND_GRACE_S)
+        stuck = cell.running
+        asked, self._wanted_restarts = self._wanted_restarts & set(cell.ranks), set()
+        lost = sorted(asked | set(stuck if again else ()))
+        if not lost:
+            return self._supervising().verdict(cell)
+        self._replace(lost, replay=True)
+        own = "it" if len(lost) == 1 else "they"
+        why = "" if asked else f" did not answer, and {own}"
+        return f"interrupted; {ranks_text(lost)}{why} {'was' if own == 'it' else 'were'} replaced"
 
     def _busy(self) -> dict[int, Cell]:
         """The cell that each busy rank runs."""
         for cell in self._cells:
             if cell.done:
-                self._supervising().groups_lost |= "lost" in cell.groups
+                self._ready().groups_lost |= "lost" in cell.groups
                 self._ended.append(cell)
         self._cells = [cell for cell in self._cells if not cell.done]
         while len(self._ended) > LISTENED_CELLS:
@@ -394,9 +463,7 @@ class Session:
             cell = busy[taken[0]]
             advice = "wait for its handle, or type %distributed interrupt"
             if cell.interrupted:
-                advice = (
-                    "it did not answer an interrupt; wait, or type %distributed restart, which loses what ranks hold"
-                )
+                advice = "it did not answer an interrupt; wait, or type %distributed interrupt again to replace it"
             raise BusyError(
                 f"{ranks_text(taken)} still run{'s' if len(taken) == 1 else ''} {cell.title} "
                 f"(for {cell.seconds:.0f} s); {advice}"
@@ -417,8 +484,7 @@ class Session:
             if cell.done:
                 hangs.close(cell)
         if not finished:
-            supervisor.end(cell)
-            raise CellTimeoutError(f"the cell ran longer than {timeout:g} s; {supervisor.verdict(cell)}")
+            raise CellTimeoutError(f"the cell ran longer than {timeout:g} s; {self._end(cell)}")
         error = cell.error()
         if error is not None:
             raise error
@@ -443,8 +509,7 @@ class Session:
             return interrupt
         verdict = "interrupted before the cell was sent; the ranks kept their state"
         for cell in [cell for cell in self._cells if cell.number > begun]:
-            self._supervising().end_in_any_case(cell)
-            verdict = self._supervising().verdict(cell)
+            verdict = self._end(cell)
         return CellInterrupted(verdict)
 
     def _handle(self, cell: Cell) -> Handle:
@@ -455,7 +520,7 @@ class Session:
                 raise NotStartedError("the ranks that ran this cell have stopped, and what it gave is gone")
             return self._values(cell)
 
-        return Handle(cell, lambda timeout: supervisor.watch(cell, timeout), lambda: supervisor.end(cell), values)
+        return Handle(cell, lambda timeout: supervisor.watch(cell, timeout), lambda: self._end(cell), values)
 
     def _values(self, cell: Cell) -> list[Any]:
         return self._call("take_result", cell.ranks, cell.number)
@@ -463,7 +528,9 @@ class Session:
     def _bind_plan(self, plan: Plan | str) -> None:
         checked = Plan.parse(plan) if isinstance(plan, str) else plan
         checked.require_supported()
-        self._call("bind_plan", range(self.world_size), checked.resolve(self.world_size).to_dict())
+        resolved = checked.resolve(self.world_size).to_dict()
+        self._call("bind_plan", range(self.world_size), resolved)
+        self._plan = resolved
 
     def _call(self, name: str, ranks: Iterable[int], *args: Any) -> list[Any]:
         targets = list(ranks)
@@ -471,14 +538,14 @@ class Session:
         with self._supervising().interruptible(targets):
             return self._ready().call(name, targets, *args)
 
-    def _died(self, rank: int, how: str) -> None:
+    def _died(self, rank: int, death: Death) -> None:
         for cell in self._cells:
             if rank in cell.running:
-                cell.on_death(rank, how)
+                cell.on_death(rank, death)
 
     def _row(self, info: dict[str, Any], cell: Cell | None) -> dict[str, str]:
         members, rank = self._ready(), info["rank"]
-        state = f"dead ({members.dead[rank]})" if rank in members.dead else "idle"
+        state = f"dead ({members.dead[rank].how})" if rank in members.dead else "idle"
         if cell is not None:
             state = f"runs {cell.title} for {cell.seconds:.0f} s"
         used = members.memory_bytes(rank)
@@ -492,15 +559,17 @@ class Session:
         }
 
 
-def check_syntax(source: str) -> None:
-    """Raise what Python would for a source that is not Python, before any rank sees it.
+def check_syntax(source: str) -> str:
+    """Raise what Python would for a source that is not Python, before any rank sees it; the source without magics.
 
     Raises:
         SyntaxError: with the line of the source.
     """
     shell = get_ipython()
     transform = shell.transform_cell if shell is not None else TransformerManager().transform_cell
-    compile(transform(source), "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    code: str = transform(source)
+    compile(code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    return code
 
 
 def _refuse_second(new: Session) -> None:

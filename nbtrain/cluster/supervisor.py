@@ -14,21 +14,18 @@ from nbtrain.errors import CellInterrupted
 
 WATCH_S = 0.25  # between two looks at the ranks that still run a cell
 WAITS_S = 1.0  # in a collective, while another rank of the cell has failed
+DEAD_S = 0.1  # while another has died
 PYTHON_GRACE_S = 0.3  # Python code answers SIGINT in well under this
+# A rank that was stopped (SIGSTOP, a debugger) hears nothing before it goes on.
+_INTERRUPT = [signal.SIGINT, *([signal.SIGCONT] if hasattr(signal, "SIGCONT") else [])]
 INTERRUPT_GRACE_S = 3.0  # and a rank that was cut out of a collective well under this
 
 
 class Supervisor:
-    """Watches the cells of ``members``.
-
-    Attributes:
-        groups_lost: Whether process groups must be formed again before the next cell: ranks were cut out of them, a
-            cell has destroyed them, or an interrupt may have left trainers a step apart (they agree when it is done).
-    """
+    """Watches the cells of ``members``."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
-        self.groups_lost = False
 
     def watch(self, cell: Cell, timeout: float | None) -> bool:
         """Wait for ``cell``; whether it has finished. A rank that waits for one that failed is freed meanwhile."""
@@ -40,24 +37,21 @@ class Supervisor:
             if cell.wait(WATCH_S if left is None else min(left, WATCH_S)):
                 return True
             if cell.failures or cell.deaths:
-                self._free([rank for rank in cell.running if self._waits(rank)])
+                # one that died joins nothing any more; one that failed may be waited for on purpose
+                self.members.free(self._waiting(cell.running, DEAD_S if cell.deaths else WAITS_S))
 
-    def end(self, cell: Cell) -> None:
-        """Interrupt what still runs the cell, and free what waits in C++, where no interrupt arrives."""
-        self.groups_lost = cell.interrupted = True
+    def end(self, cell: Cell, grace_s: float = INTERRUPT_GRACE_S) -> None:
+        """Interrupt what still runs the cell, and free what waits in C++, where no interrupt arrives.
+
+        Returns when all ranks have ended it, at the latest after ``grace_s`` seconds.
+        """
+        self.members.groups_lost = cell.interrupted = True
         self._interrupt(cell.running)
-        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        deadline = time.monotonic() + grace_s
         while not cell.wait(PYTHON_GRACE_S) and time.monotonic() < deadline:
-            self._free(cell.running)
+            self.members.free(cell.running)
             self._interrupt(cell.running)  # again: the first may have fallen where Python drops exceptions
         cell.output.publish(final=cell.done)
-
-    def end_in_any_case(self, cell: Cell) -> None:
-        """`end`, also where an impatient person interrupts that too."""
-        try:
-            self.end(cell)
-        except KeyboardInterrupt:
-            self.end(cell)
 
     def verdict(self, cell: Cell) -> str:
         """What became of a cell that was ended, in a sentence."""
@@ -69,8 +63,9 @@ class Supervisor:
             places.setdefault(self._place(rank), []).append(rank)
         where = "; ".join(f"{ranks_text(ranks)}{place}" for place, ranks in places.items())
         return (
-            f"{where} did not answer within {INTERRUPT_GRACE_S:g} s; interrupt again, or type %distributed restart, "
-            "which loses what the ranks hold"
+            f"{where} did not answer within {INTERRUPT_GRACE_S:g} s; wait, or type %distributed interrupt again, which "
+            f"replaces {'it' if len(stuck) == 1 else 'them'}: what {'it holds' if len(stuck) == 1 else 'they hold'} is "
+            "lost, and what the other ranks hold is kept"
         )
 
     @contextlib.contextmanager
@@ -80,22 +75,18 @@ class Supervisor:
             yield
         except KeyboardInterrupt:
             self._interrupt(ranks)
-            self._free(ranks)
+            self.members.free(ranks)
             raise CellInterrupted("interrupted before the cell was sent; the ranks kept their state") from None
 
-    def _waits(self, rank: int) -> bool:
-        """Whether a rank has waited in a collective for so long that a failed rank must be why."""
-        pending = self.members.ask(rank, "pending", 1.0)
-        return bool(pending) and pending[0]["waits_s"] > WAITS_S
-
-    def _free(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            self.members.ask(rank, "free", 1.0)
-            self.groups_lost = True
+    def _waiting(self, ranks: Iterable[int], seconds: float) -> list[int]:
+        """Those that have waited in a collective for longer than ``seconds``."""
+        pending = self.members.ask_all(ranks, "pending", 1.0)
+        return [rank for rank, entries in pending.items() if entries and entries[0]["waits_s"] > seconds]
 
     def _interrupt(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self.members.signal(rank, signal.SIGINT)
+            for number in _INTERRUPT:
+                self.members.signal(rank, number)
 
     def _place(self, rank: int) -> str:
         """Where a rank is, for a sentence; empty if it does not say."""

@@ -17,6 +17,7 @@ import ipyparallel.engine.app as upstream
 from ipykernel.iostream import IOPubThread, OutStream
 from traitlets import Type
 
+from nbtrain.engine import trail
 from nbtrain.engine.kernel import RankKernel
 
 # In the order of preference: ours, then what the launchers' own systems set.
@@ -71,6 +72,7 @@ class RankEngine(upstream.IPEngine):
         await super().complete_registration(msg, connect, maybe_tunnel)
         # Libraries (tqdm.auto among them) take this entry for a page that can show widgets.
         self.kernel.shell.config.pop("IPKernelApp", None)
+        trail.begin()  # behind ipykernel's own faulthandler
         _threads_inherit_their_cell()
         _bars_are_text()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 
-from nbtrain.engine import groups, guard
+from nbtrain.engine import groups, guard, replay
 from nbtrain.engine.values import portable
 from nbtrain.errors import UsageError, nearest
 from nbtrain.parallel import cell
@@ -31,9 +31,36 @@ def num_formed(ns: dict[str, Any]) -> int:
     return groups.num_formed()
 
 
-def rejoin(ns: dict[str, Any], generation: str, num_groups: int) -> None:
+def rejoin(ns: dict[str, Any], *args: Any, **options: Any) -> None:
     """See `nbtrain.engine.groups.rejoin`."""
-    groups.rejoin(generation, num_groups)
+    groups.rejoin(ns, *args, **options)
+
+
+def prepare(ns: dict[str, Any], **options: Any) -> None:
+    """See `nbtrain.engine.groups.prepare`."""
+    groups.prepare(ns, **options)
+
+
+def describe(ns: dict[str, Any]) -> dict[str, Any]:
+    """See `nbtrain.engine.groups.describe`."""
+    return groups.describe(ns)
+
+
+def recipe(ns: dict[str, Any]) -> bytes:
+    """See `nbtrain.engine.groups.recipe`."""
+    return groups.recipe()
+
+
+def define(ns: dict[str, Any], cells: list[tuple[str, str, int]]) -> list[str]:
+    """Run definitions of earlier cells: (source, label, offset) each. What failed, a line each."""
+    return [line for cell_ in cells for line in replay.run(ns, *cell_)]
+
+
+def heal(ns: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any]:
+    """See `nbtrain.parallel.heal.heal`."""
+    from nbtrain.parallel.heal import heal
+
+    return heal(ns, newcomers)
 
 
 def set_guard(ns: dict[str, Any], mode: str) -> None:

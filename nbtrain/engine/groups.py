@@ -12,8 +12,10 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import pickle
 import socket
 import sys
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -24,11 +26,13 @@ from torch.distributed import distributed_c10d as c10d
 from nbtrain.engine import guard, recorder, wires
 from nbtrain.events import RankInfo
 from nbtrain.parallel import live
+from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.mesh import build_mesh
 from nbtrain.plan import Plan
 
-# A collective that a peer never joins ends after this; the session's interrupt is what frees it sooner.
-TIMEOUT = datetime.timedelta(minutes=30)
+# A collective that a peer never joins ends after this. A person may look around in a debugger for longer than torch's
+# 30 minutes meanwhile; the session's interrupt is what frees a rank sooner.
+TIMEOUT = datetime.timedelta(days=7)
 _torch_init: Any = c10d.init_process_group
 _torch_new_group: Any = getattr(c10d, "_new_group_with_tag", None)
 
@@ -58,16 +62,27 @@ def join(
 
     Returns `RankInfo` as a dict.
     """
+    prepare(user_ns, backend=backend, threads=threads, seed=seed, path=path)
+    begin(generation)
+    _form_default()
+    _watch_torch()
+    user_ns["mesh"] = build_mesh(Plan(zero=0), device_type())
+    _member.whole = True
+    return describe(user_ns)
+
+
+def prepare(user_ns: dict[str, Any], *, backend: str, threads: int, seed: int, path: list[str]) -> None:
+    """What a rank does before it has a group: its device, its random state, and the names that need no group."""
     sys.path.extend(entry for entry in path if entry not in sys.path)
     device = _take_device(threads)
     _member.device, _member.backend = device, _backends(backend, device)
-    begin(generation)
-    _form_default()
-    torch.manual_seed(seed + dist.get_rank())  # a fork copies the random state: without this all ranks draw alike
-    _watch_torch()
+    torch.manual_seed(seed + int(os.environ["RANK"]))  # a fork copies the random state: all ranks would draw alike
     _fill(user_ns, device)
-    _member.whole = True
-    return asdict(_describe(device, threads, user_ns["mesh"]))
+
+
+def recipe() -> bytes:
+    """What a rank that takes a dead one's place needs to form the groups that there are, and the meshes on them."""
+    return pickle.dumps((_member.formed, meshes.constructions()))
 
 
 def num_formed() -> int:
@@ -75,20 +90,34 @@ def num_formed() -> int:
     return len(_member.formed)
 
 
-def rejoin(generation: str, num_groups: int) -> None:
+def rejoin(
+    user_ns: dict[str, Any],
+    generation: str,
+    num_groups: int,
+    newcomers: Collection[int] = (),
+    recipe: bytes | None = None,
+) -> None:
     """Form the groups again, the first ``num_groups`` further ones too, and let live models go on with them.
 
     ``num_groups`` is what all ranks have formed: an interrupt may have caught some of them in the middle.
+    ``newcomers`` hold nothing yet. One of them gets the survivors' `recipe`.
     """
+    constructions: list[Any] = []
     leave()
     begin(generation)
+    if recipe is not None:
+        _member.formed, constructions = pickle.loads(recipe)
     # Kept whatever happens: an interrupt in here is followed by another `rejoin`.
     del _member.formed[num_groups:]
     _form_default()
     for args, options in list(_member.formed):
         with wires.recorded():
             _torch_new_group(*args, **options)
-    live.rebind()
+    if recipe is not None:
+        meshes.adopt(constructions)
+        _watch_torch()
+        user_ns["mesh"] = build_mesh(Plan(zero=0), device_type())
+    live.rebind(newcomers)
     _member.whole = True
 
 
@@ -197,19 +226,20 @@ def _fill(user_ns: dict[str, Any], device: torch.device) -> None:
     import nbtrain
 
     user_ns.update(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
         local_rank=int(os.environ["LOCAL_RANK"]),
         device=device,
-        mesh=build_mesh(Plan(zero=0), device.type),
         dist=dist,
         torch=torch,
         nt=nbtrain,
     )
 
 
-def _describe(device: torch.device, threads: int, mesh: Any) -> RankInfo:
-    return RankInfo(
+def describe(user_ns: dict[str, Any]) -> dict[str, Any]:
+    """`RankInfo` as a dict, once the groups stand."""
+    device = _member.device
+    info = RankInfo(
         rank=dist.get_rank(),
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=dist.get_world_size(),
@@ -217,9 +247,10 @@ def _describe(device: torch.device, threads: int, mesh: Any) -> RankInfo:
         host=socket.gethostname(),
         device=_device_name(device),
         backend=dist.get_backend(),
-        threads=threads,
-        mesh=repr(mesh),
+        threads=torch.get_num_threads(),
+        mesh=repr(user_ns["mesh"]),
     )
+    return asdict(info)
 
 
 def _device_name(device: torch.device) -> str:

@@ -21,7 +21,7 @@ from IPython.core.error import UsageError as MagicUsageError
 from traitlets import Any as AnyTrait
 from traitlets import Type
 
-from nbtrain.engine import groups, guard, recorder, tracebacks
+from nbtrain.engine import exhaustion, groups, guard, recorder, tracebacks, trail
 from nbtrain.errors import UsageError
 from nbtrain.parallel import cell
 
@@ -48,16 +48,22 @@ class RankShell(ZMQInteractiveShell):
     displayhook_class = Type(RankDisplayHook)
     failure: dict[str, Any] | None = None
     cell_label: tuple[str, int] = ("", 0)
-    interrupted: BaseException | None = None
+    cut_short: BaseException | None = None
 
     def let_go(self) -> None:
-        """Drop what an interrupted cell's frames hold: a loader's iterator among them, whose workers end with it."""
-        if self.interrupted is None:
+        """Drop what the frames of a cell hold that was interrupted, or for which the memory did not suffice.
+
+        A loader's iterator among them, whose workers end with it, and the tensors that filled the memory.
+        """
+        if self.cut_short is None:
             return
-        traceback.clear_frames(self.interrupted.__traceback__)
-        self.interrupted = None
+        error, self.cut_short = self.cut_short, None
+        traceback.clear_frames(error.__traceback__)
         if self.last_execution_result is not None:
             self.last_execution_result.error_in_exec = None
+        if exhaustion.is_out_of_memory(error):
+            error.__traceback__ = None
+            exhaustion.give_back()
 
     def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
         """IPython would format the traceback for its history, slowly, and keep the frames."""
@@ -73,6 +79,11 @@ class RankShell(ZMQInteractiveShell):
             return name
 
         self.compile.cache = cache
+
+    async def run_code(self, code_obj: Any, *args: Any, **kwargs: Any) -> bool:
+        trail.trail.statement(code_obj)
+        failed: bool = await super().run_code(code_obj, *args, **kwargs)
+        return failed
 
     def ask_exit(self) -> None:
         """``exit`` and ``quit`` in a cell: the rank would die, and what it holds with it."""
@@ -97,8 +108,8 @@ class RankShell(ZMQInteractiveShell):
             return  # IPython may fail over the text of the first error; the first is the cell's
         sys.stdout.flush()  # what was printed before the error is shown before it
         sys.stderr.flush()
-        if issubclass(kind, KeyboardInterrupt):
-            self.interrupted = value
+        if issubclass(kind, KeyboardInterrupt) or exhaustion.is_out_of_memory(value):
+            self.cut_short = value
         else:
             sys.last_type, sys.last_value, sys.last_traceback = kind, value, trace  # %debug reads these
         self.failure = tracebacks.describe(value, consequence=groups.was_freed())
@@ -144,7 +155,7 @@ class RankKernel(IPythonParallelKernel):
         shell.cell_label = (sent.get("label", ""), sent.get("offset", 0))
         started = time.time()
         try:
-            with _interruptible():
+            with trail.trail.running(), _interruptible():
                 reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
         except BaseException as error:  # an interrupt in between, or the kernel's own: a reply there must be
             signal.signal(signal.SIGINT, _ignore)

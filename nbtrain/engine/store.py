@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from nbtrain.engine import registry
+
 HOST = "127.0.0.1"
 
 
@@ -37,3 +39,4 @@ def _write_atomically(path: Path, text: str) -> None:
 
 if __name__ == "__main__":
     serve(sys.argv[1], wait=sys.stdin.buffer.read)  # the kernel holds the other end: it ends when the kernel does
+    registry.end_all(Path(sys.argv[1]).parent)

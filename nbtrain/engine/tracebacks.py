@@ -62,10 +62,10 @@ def current_line() -> dict[str, Any]:
     innermost of all, ``spot`` what is called there that a person knows by name.
     """
     stack = _stack(_main_frame())
-    kinds = [kind(frame.f_code.co_filename) for frame, _ in stack]
+    kinds = [kind(f.f_code.co_filename) for f, _ in stack]
     first_cell = kinds.index("cell") if "cell" in kinds else len(stack)
     own = kinds.index("user") if "user" in kinds[:first_cell] else None
-    spots = (_spot(frame) for frame, _ in stack[:first_cell])
+    spots = (_spot(f) for f, _ in stack[:first_cell])
     return {
         "cell": _placed(stack[first_cell]) if "cell" in kinds else None,
         "user": _placed(stack[own]) if own is not None else None,
@@ -77,11 +77,11 @@ def current_line() -> dict[str, Any]:
 def called_in(file: str, *wrappers: str) -> str:
     """The function of ``file`` that the main thread called, perhaps through ``wrappers``, if it is still in there."""
     called = ""
-    frame = _main_frame()
-    while frame is not None and frame.f_code.co_filename in (file, *wrappers):
-        if frame.f_code.co_filename == file:
-            called = frame.f_code.co_name
-        frame = frame.f_back
+    innermost = _main_frame()
+    while innermost is not None and innermost.f_code.co_filename in (file, *wrappers):
+        if innermost.f_code.co_filename == file:
+            called = innermost.f_code.co_name
+        innermost = innermost.f_back
     return called
 
 
@@ -89,14 +89,22 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def _spot(frame: FrameType) -> str:
+def _spot(at: FrameType) -> str:
     """``next(loader)``, for instance; empty for what has no such name."""
-    code = frame.f_code
+    code = at.f_code
     return next((name for file, function, name in _SPOTS if code.co_name == function and file in code.co_filename), "")
 
 
 def _placed(entry: tuple[FrameType, int]) -> dict[str, Any]:
-    return _frame(entry[0].f_code.co_filename, entry[1], entry[0].f_code.co_name)
+    return frame(entry[0].f_code.co_filename, entry[1], entry[0].f_code.co_name)
+
+
+def cell_line() -> dict[str, Any] | None:
+    """The innermost line of a cell that the main thread runs. Cheap: it is looked at ten times a second."""
+    innermost = _main_frame()
+    while innermost is not None and not is_cell(innermost.f_code.co_filename):
+        innermost = innermost.f_back
+    return innermost and frame(innermost.f_code.co_filename, innermost.f_lineno, innermost.f_code.co_name)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -118,7 +126,7 @@ def _one(error: BaseException) -> dict[str, Any]:
     if isinstance(error, SyntaxError) and error.lineno:
         shown = [
             *shown,
-            {**_frame(error.filename or "<cell>", error.lineno, ""), "line": (error.text or "").rstrip()},
+            {**frame(error.filename or "<cell>", error.lineno, ""), "line": (error.text or "").rstrip()},
         ]
     return {"ename": type(error).__name__, "evalue": _text(error), "frames": shown}
 
@@ -126,12 +134,12 @@ def _one(error: BaseException) -> dict[str, Any]:
 def _folded(trace: TracebackType | None) -> list[dict[str, Any]]:
     """The frames from the outermost on; one that repeats itself (a recursion) is told once, with a count."""
     frames: list[dict[str, Any]] = []
-    for frame, number in traceback.walk_tb(trace):
-        code = frame.f_code
+    for one, number in traceback.walk_tb(trace):
+        code = one.f_code
         if frames and (frames[-1]["file"], frames[-1]["number"]) == (code.co_filename, number):
             frames[-1]["times"] += 1
         else:
-            frames.append({**_frame(code.co_filename, number, code.co_name), "times": 1})
+            frames.append({**frame(code.co_filename, number, code.co_name), "times": 1})
     return frames
 
 
@@ -148,7 +156,8 @@ def _text(error: BaseException) -> str:
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}… ({len(text)} characters)"
 
 
-def _frame(file: str, line_number: int, function: str) -> dict[str, Any]:
+def frame(file: str, line_number: int, function: str) -> dict[str, Any]:
+    """A line of source as data."""
     whose = kind(file)
     label, offset = CELLS.get(file, ("", 0))
     around = range(line_number - 1, line_number + 2) if whose != "library" else (line_number,)
@@ -164,9 +173,14 @@ def _frame(file: str, line_number: int, function: str) -> dict[str, Any]:
     }
 
 
+def is_cell(file: str) -> bool:
+    """Whether a code object's file name is a cell's."""
+    return bool(_CELL_FILE.search(file))
+
+
 def kind(file: str) -> str:
     """Whose code a file is: "cell", "user" or "library"."""
-    if _CELL_FILE.search(file):
+    if is_cell(file):
         return "cell"
     return "library" if file.startswith(_LIBRARIES) or file.startswith("<") else "user"
 

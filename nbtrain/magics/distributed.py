@@ -116,7 +116,10 @@ class DistributedMagics(Magics):
 
     def _restart(self, words: list[str]) -> None:
         session = sessions.current_or_new()
-        session.restart(**parse.start_options("restart", words))
+        options = parse.start_options("restart", words)
+        session.restart(**options)
+        if options.get("ranks"):
+            return  # it has said what became of what they held
         print(f"{session.headline()} started in {session.start_seconds:.1f} s; what the ranks held before is gone")
 
     def _stop(self, words: list[str]) -> None:

@@ -88,12 +88,11 @@ def start_options(verb: str, words: list[str]) -> dict[str, Any]:
     if verb == "start":
         parser.add_argument("--hosts")
     else:
-        parser.add_argument("--ranks")
-    options = parser.parse(words)
+        parser.add_argument("-r", "--ranks")
+        parser.add_argument("--replay", action="store_true", default=None)
+    options = parser.parse(split(_join_rank_spec(shlex.join(words))))
     if getattr(options, "hosts", None):
         raise NotImplementedError("--hosts comes with the SSH launcher in a later release; start ranks on this machine")
-    if getattr(options, "ranks", None):
-        raise NotImplementedError("restart --ranks comes in a later release; type %distributed restart for all ranks")
     return {name: value for name, value in vars(options).items() if value is not None and name != "_given"}
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nbtrain.parallel import shard
+from nbtrain.parallel.blueprint import Blueprint
 from nbtrain.parallel.live import Grouped
 from nbtrain.parallel.mesh import data_mesh
 from nbtrain.parallel.usage import Usage
@@ -32,6 +33,8 @@ class Layout:
         units: Names of the modules that are gathered as a whole, apart from the root.
         usage: Marks of the parameters that backward reached, where FSDP shards.
         result: What `parallelize` returned, where that isn't the model itself.
+        blueprint: The model's structure before it was laid out; None on one device.
+        order: Of the units in forward, as ranks agreed on it, by training mode; where FSDP shards.
     """
 
     plan: Plan
@@ -40,6 +43,8 @@ class Layout:
     units: tuple[str, ...] = ()
     usage: Usage | None = None
     result: nn.Module | None = None
+    blueprint: Blueprint | None = None
+    order: dict[bool, list[str]] = field(default_factory=dict)
     _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property
@@ -66,14 +71,19 @@ class Layout:
     def rebind(self) -> None:
         """Process groups were formed again: take the new ones, here and in the models."""
         vars(self).pop("group", None)
+        self.regroup()
+        if self.shards:
+            for model in list(self._models):
+                shard.regroup(model)
+
+    def regroup(self) -> None:
+        """Give the group to the modules that talk by it."""
         if self.group is None:
             return
         for model in list(self._models):
             for module in model.modules():
                 if isinstance(module, Grouped):
                     module.regroup(self.group)
-            if self.shards:
-                shard.regroup(model)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Layout:
         # goes along with a copied model, of which `layout_of` then knows that it isn't laid out

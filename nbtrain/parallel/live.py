@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch.distributed as dist
+
+from nbtrain.parallel import mesh
 
 
 class Grouped:
@@ -34,29 +36,55 @@ class Resumable(Protocol):
         """End what another rank has ended, or begin again; ``standings`` are by rank."""
 
 
-_numbers = itertools.count()
+class _Counts:
+    rebindables = 0
+    resumables = 0  # ranks create what must agree in one order, so that twins have one number
+
+
 _rebindables: weakref.WeakValueDictionary[int, Rebindable] = weakref.WeakValueDictionary()
 _resumables: weakref.WeakValueDictionary[int, Resumable] = weakref.WeakValueDictionary()
 
 
 def track(thing: Rebindable) -> None:
     """Call ``thing.rebind()`` whenever groups were formed again, as long as it lives."""
-    _rebindables[next(_numbers)] = thing
+    _rebindables[_Counts.rebindables] = thing
+    _Counts.rebindables += 1
 
 
-def track_steps(thing: Resumable) -> None:
-    """Let ``thing`` agree with its twins on the other ranks. They are numbered: ranks create them in one order."""
-    _resumables[next(_numbers)] = thing
+def track_steps(thing: Resumable, number: int | None = None) -> None:
+    """Let ``thing`` agree with its twins on the other ranks.
+
+    Args:
+        thing: What takes steps.
+        number: Of its twins, where it takes a lost one's place; None takes the next.
+    """
+    if number is None:
+        number = _Counts.resumables
+        _Counts.resumables += 1
+    _resumables[number] = thing
 
 
-def rebind() -> None:
-    """Groups were formed again: give them to what lives on them, and bring ranks to one step. Collective."""
-    for number in sorted(_rebindables):
-        if (thing := _rebindables.get(number)) is not None:
-            thing.rebind()
-    standings = {number: thing.standing() for number, thing in _resumables.items()}
-    everyone: list[dict[int, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, standings)
-    for number in sorted(set.intersection(*map(set, everyone))):
+def resumables() -> dict[int, Resumable]:
+    """What takes steps on this rank, by number."""
+    return dict(sorted(_resumables.items()))
+
+
+def rebind(newcomers: Collection[int] = ()) -> None:
+    """Groups were formed again: give them to what lives on them, and bring ranks to one step. Collective.
+
+    Args:
+        newcomers: Ranks that have just begun, in the place of dead ones: they have nothing to agree on yet.
+    """
+    reports: list[Any] = [None] * dist.get_world_size()
+    standings = {number: thing.standing() for number, thing in resumables().items()}
+    dist.all_gather_object(reports, (mesh.standing(), standings, _Counts.resumables))
+    meshes, everyone, numbers = zip(*reports, strict=True)
+    mesh.carry_over(set.intersection(*map(set, meshes)))
+    for thing in [thing for _, thing in sorted(_rebindables.items())]:
+        thing.rebind()
+    # a rank that was cut off before it numbered its part, or has just begun, counts on from where the others are
+    _Counts.resumables = max(numbers)
+    old = [standings for rank, standings in enumerate(everyone) if rank not in newcomers]
+    for number in sorted(set.intersection(*map(set, old))):
         if (resumable := _resumables.get(number)) is not None:
-            resumable.agree([rank[number] for rank in everyone])
+            resumable.agree([standings[number] for standings in old])

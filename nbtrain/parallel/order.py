@@ -25,14 +25,13 @@ class UnitOrder:
     Args:
         root: The sharded model.
         units: The sharded modules inside it, by name.
-        layout: Of the root; its data-parallel ranks must agree.
+        layout: Of the root; its data-parallel ranks must agree. It keeps the order.
     """
 
     def __init__(self, root: nn.Module, units: dict[str, nn.Module], layout: Layout) -> None:
         self._root = root
         self._names = [*units, _END]
         self._layout = layout
-        self._agreed: dict[bool, list[str]] = {}
         self._seen: list[str] | None = None
         root.register_forward_pre_hook(self._start, prepend=True)
         root.register_forward_hook(self._finish)
@@ -44,7 +43,7 @@ class UnitOrder:
 
     def _finish(self, root: nn.Module, args: Any, output: Any) -> None:
         self._enter(_END)
-        self._agreed.setdefault(root.training, self._seen or [])
+        self._layout.order.setdefault(root.training, self._seen or [])
         self._seen = None
 
     def _entry(self, name: str) -> Any:
@@ -56,7 +55,7 @@ class UnitOrder:
     def _enter(self, name: str) -> None:
         if self._seen is None:  # a unit that is called by itself
             return
-        agreed = self._agreed.get(self._root.training)
+        agreed = self._layout.order.get(self._root.training)
         if agreed is None:
             self._agree(name)
         elif agreed[len(self._seen) : len(self._seen) + 1] != [name]:

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nbtrain.errors import ModelError, PlanError
 from nbtrain.parallel import batchnorm, live, preflight
 from nbtrain.parallel import mesh as meshes
+from nbtrain.parallel.blueprint import blueprint_of
 from nbtrain.parallel.broadcast import broadcast_weights
 from nbtrain.parallel.cell import plan_or_default, require_all_ranks
 from nbtrain.parallel.layout import Layout, layout_of, remember, weak
@@ -52,7 +53,22 @@ def parallelize(model: nn.Module, plan: Plan | None = None, *, mesh: DeviceMesh 
     preflight.check_model(model, plan)
     layout = Layout(plan, meshes.build_mesh(plan) if mesh is None else mesh)
     layout.originals = weak(model.named_parameters())
+    if layout.mesh is not None:
+        layout.blueprint = blueprint_of(model)
     return _lay_out(model, layout)
+
+
+def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
+    """What `parallelize` does, on a rank that takes a lost one's place: its weights come from others. Moves nothing.
+
+    Args:
+        model: Materialised from the blueprint, on its device.
+        layout: Of the plan and mesh that the others have.
+    """
+    layout.originals = weak(model.named_parameters())
+    result = _prepare(model, layout)
+    layout.regroup()
+    return result
 
 
 def _again(layout: Layout, plan: Plan, model: nn.Module) -> nn.Module:
@@ -70,6 +86,11 @@ def _lay_out(model: nn.Module, layout: Layout) -> nn.Module:
         model.to(device)
     if layout.group is not None:
         broadcast_weights(model, layout.group)
+    return _prepare(model, layout)
+
+
+def _prepare(model: nn.Module, layout: Layout) -> nn.Module:
+    if layout.group is not None:
         batchnorm.normalise_globally(model, layout.group)
     compute_in(model, layout.plan.precision)
     return _wrap(model, layout)

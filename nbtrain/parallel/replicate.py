@@ -46,7 +46,8 @@ class Replica(nn.Module, Grouped):
         self._completing = False
         for index, parameter in enumerate(self._trained):
             parameter.register_post_accumulate_grad_hook(self._marker(index))  # type: ignore[no-untyped-call]
-        self._wrap()
+        # made by the first forward: a rank that takes a lost one's place must not make it before the others do
+        vars(self)["_ddp"] = None
 
     def unwrap(self) -> None:
         """Drops the reducer: after an exception in backward, or when its group is gone, it is dead.

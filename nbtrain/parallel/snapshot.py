@@ -8,21 +8,32 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Snapshot:
-    """Random states (dropout) and batch statistics of ``model``, as they are now."""
+    """Random states (dropout, ``random``) and batch statistics of ``model``, as they are now."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._cpu = torch.get_rng_state()
-        self._gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.random = random_state(device)
         self._statistics = [(buffer, buffer.clone()) for buffer in _statistics(model)]
 
     def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._gpu is not None:
-            torch.cuda.set_rng_state(self._gpu, self._device)
+        set_random_state(self.random, self._device)
         with torch.no_grad():
             for buffer, before in self._statistics:
                 buffer.copy_(before)
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """The random states of the CPU and of ``device``, as bytes."""
+    cpu = torch.get_rng_state()
+    return torch.cat([torch.cuda.get_rng_state(device), cpu]) if device.type == "cuda" else cpu
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    """Takes back what `random_state` gave, here or on another rank."""
+    gpu, cpu = state.tensor_split([len(state) - len(torch.get_rng_state())])
+    torch.set_rng_state(cpu.clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(gpu.clone(), device)
 
 
 def _statistics(model: nn.Module) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 ::
 
     forward, backward of each chunk     gradients of sum / reference, reduced by DDP or FSDP
+    mirror gradients                    with redundancy: to the rank that would stand in for this one
     reduce totals                       loss sum, weight, norm, used parameters: the one place where ranks wait
     scale, clip                         by reference / weight
     optimizer, scheduler                not interruptible
@@ -27,6 +28,7 @@ from nbtrain.parallel import gradients, live, shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
+from nbtrain.parallel.mirror import Mirror
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.snapshot import Snapshot
@@ -44,6 +46,9 @@ class Stepper:
         phase: How far this rank is.
         grad_norm: Global norm of the last step before clipping; None without ``grad_clip``.
         reference: Global weight of the last step: what the next one most likely has. 1.0 before the first.
+        lost: Why no step can be taken any more; "" where it can.
+        redundancy: Whether a lost rank must cost no step, though no replica has its shards.
+        mirror: What is held for that.
     """
 
     model: nn.Module
@@ -56,6 +61,9 @@ class Stepper:
     phase: Phase = field(default_factory=lambda: Phase(Stage.STEPPED, 0))
     grad_norm: float | None = None
     reference: float = 1.0
+    lost: str = ""
+    redundancy: bool = False
+    mirror: Mirror | None = None
     _settled: Settled | None = None
     _snapshot: Snapshot | None = None
 
@@ -65,6 +73,7 @@ class Stepper:
 
     def step(self, whole: Batch, accumulate: int) -> float:
         """The global mean loss. Whatever raises, the weights stay and the next step starts afresh."""
+        self.require_whole()
         if self._count() != self._shape:
             raise ModelError(
                 "parameters were added, removed, frozen or unfrozen after the trainer was made, and it does not train "
@@ -83,6 +92,8 @@ class Stepper:
             if self.layout.group is None:
                 self.reference = float(whole.num_samples or 1)
             tally = self._backward(chunks)
+            if self.mirror is not None:
+                self.mirror.exchange(step, self._snapshot.random)
             self.phase = Phase(Stage.READY, step)
             settled = self._settle(tally)
             with uninterrupted():
@@ -91,6 +102,24 @@ class Stepper:
             self._recover(problem)
             raise
         return settled.mean
+
+    def mirror_again(self) -> None:
+        """Begin to hold what the rank before needs, and let the next one hold the same of this rank. Collective."""
+        if self.redundancy and self.layout.shards and self.layout.plan.dp_replicate == 1:
+            self.mirror = Mirror(self.model, self.optimizer, self.layout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # on its way to another rank, which mirrors another one
+        return {**vars(self), "mirror": None}
+
+    def require_whole(self) -> None:
+        """Raises where a part of the model or its optimizer died with a rank.
+
+        Raises:
+            SessionError: What was lost, and what to do.
+        """
+        if self.lost:
+            raise SessionError(self.lost)
 
     def standing(self) -> tuple[Phase, Settled | None]:
         """How far this rank is, and what the last finished step was settled by."""
@@ -119,6 +148,8 @@ class Stepper:
             self.layout.usage.clear_unused(settled.marks)
         gradients.scale(self.parameters, settled.factor)
         self.optimizer.step()
+        if self.mirror is not None:
+            self.mirror.step(settled.factor)
         self.reference, self.grad_norm = settled.reference, settled.grad_norm
         self._settled, self._snapshot = settled, None
         self.phase = Phase(Stage.STEPPED, self.phase.step)

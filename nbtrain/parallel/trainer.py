@@ -19,6 +19,7 @@ from nbtrain.parallel.holdings import holdings, holdings_text
 from nbtrain.parallel.layout import Layout, layout_of
 from nbtrain.parallel.loader import Loader, loader
 from nbtrain.parallel.loss import LossFn
+from nbtrain.parallel.mirror import check_mirrored
 from nbtrain.parallel.optimizer import MakeOptimizer, make_optimizer, trained
 from nbtrain.parallel.parallelize import parallelize
 from nbtrain.parallel.phase import Phase, Stage
@@ -49,6 +50,10 @@ class Trainer:
         grad_clip: Largest global norm of the gradients, as of ``torch.nn.utils.clip_grad_norm_`` on one device.
         accumulate: Chunks into which `step` cuts its batch; one optimizer step takes the gradients of all. DDP
             reduces gradients with the last chunk; FSDP with every chunk, so that they stay sharded.
+        redundancy: A rank that dies costs no step, whatever the plan. Replicas (``zero=0``, ``dp_replicate``) have
+            what it held anyway; shards without replicas are kept a second time on the next rank, in host memory: one
+            more shard of weights and optimizer state, one more optimizer step on the CPU, and the traffic of one
+            gradient shard a step. It needs an element-wise optimizer of torch.optim.
 
     Attributes:
         model: The laid-out model.
@@ -71,6 +76,7 @@ class Trainer:
         scheduler: Callable[[Optimizer], Any] | Any | None = None,
         grad_clip: float | None = None,
         accumulate: int = 1,
+        redundancy: bool = False,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
@@ -93,7 +99,11 @@ class Trainer:
             loss_fn,
             _make_scheduler(scheduler, self.optimizer),
             grad_clip,
+            redundancy=redundancy,
         )
+        if redundancy:
+            check_mirrored(self.optimizer)
+            self._stepper.mirror_again()
 
     def step(self, *batch: Any, **named: Any) -> torch.Tensor:
         """One optimizer step on this rank's share of the global batch, as the loader gives it.
@@ -131,6 +141,7 @@ class Trainer:
         """
         require_all_ranks("Trainer.evaluate")
         stepper = self._stepper
+        stepper.require_whole()
         return self._scalar(evaluate(self.model, stepper.loss_fn, batches, stepper.layout, self._device))
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,6 +150,8 @@ class Trainer:
         Collective.
         """
         require_all_ranks("Trainer.state_dict")
+        if self._stepper.layout.shards:
+            self._stepper.require_whole()
         return full_state_dict(self.model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -204,7 +217,7 @@ def _layout(model: nn.Module) -> Layout:
 
 
 def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    known = ("optimizer", "loss_fn", "scheduler", "grad_clip", "accumulate")
+    known = ("optimizer", "loss_fn", "scheduler", "grad_clip", "accumulate", "redundancy")
     for name in arguments:
         other = _OTHERWISE.get(name)
         hint = f"type {other}=" if other else nearest(name, known)

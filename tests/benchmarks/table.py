@@ -11,7 +11,6 @@ from pathlib import Path
 
 from measure import Row
 
-OPEN, CLOSE = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 HEADINGS = ("", "nbtrain", "peers, same run", "result", "target", "")
 REACHED = {True: "reached", False: "missed", None: ""}
 
@@ -23,23 +22,31 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def conditions() -> str:
-    """What the numbers were taken on."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "ipyparallel", "ipykernel"))
+    """What the benchmarks' numbers mean."""
     return (
-        f"Medians, with the middle half in brackets (the extremes where there are fewer than 8 samples), on "
-        f"{len(os.sched_getaffinity(0))} shared CPU cores without a GPU; Python {platform.python_version()}, "
-        f"{packages}; {datetime.date.today():%Y-%m-%d}. nbdistributed gets its first cell when its "
+        "Medians, with the middle half in brackets (the extremes where there are fewer than 8 samples), "
+        f"{conditions_text()} nbdistributed gets its first cell when its "
         "workers have connected; one that is sent sooner is lost. `make benchmarks` measures again."
     )
 
 
-def rewrite(path: Path, table: str) -> bool:
-    """Put ``table`` between the markers of ``path``; False if it has none."""
+def conditions_text() -> str:
+    """What numbers were taken on."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "ipyparallel", "ipykernel"))
+    return (
+        f"on {len(os.sched_getaffinity(0))} shared CPU cores without a GPU; Python {platform.python_version()}, "
+        f"{packages}; {datetime.date.today():%Y-%m-%d}."
+    )
+
+
+def rewrite(path: Path, table: str, name: str = "benchmarks") -> bool:
+    """Put ``table`` between the markers ``<!-- name -->`` of ``path``; False if it has none."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     text = path.read_text() if path.exists() else ""
-    if OPEN not in text or CLOSE not in text:
+    if begin not in text or end not in text:
         return False
-    before, _, rest = text.partition(OPEN)
-    path.write_text(f"{before}{OPEN}\n{table}\n{CLOSE}{rest.partition(CLOSE)[2]}")
+    before, _, rest = text.partition(begin)
+    path.write_text(f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}")
     return True
 
 

@@ -94,6 +94,7 @@ def test_a_replica_looks_like_its_model() -> None:
         net.load_state_dict(inner.state_dict())
         with pytest.raises(AttributeError, match="'GPT' object has no attribute 'nonsense'"):
             net.nonsense  # noqa: B018
+        net(torch.zeros(1, 4, dtype=torch.long))
         assert isinstance(vars(net)["_ddp"], DistributedDataParallel)
 
     run_ranks(on_rank, 2)

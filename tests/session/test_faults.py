@@ -160,3 +160,20 @@ def test_a_rank_that_fails_in_a_cell_that_does_not_block_frees_the_others(nb: No
     assert time.monotonic() - began < 5
     assert text.startswith("ValueError on rank 1: first")
     assert "then failed" in text
+
+
+def test_a_worker_process_that_crashes_costs_its_cell_only(nb: Notebook) -> None:
+    nb("""%%distributed
+import os
+class Crashing(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i):
+        print("item", i)
+        if rank == 1 and i == 3: os._exit(7)
+        return torch.tensor([float(i)])""")
+    output = nb("%%distributed\nfor x in torch.utils.data.DataLoader(Crashing(), num_workers=1): pass\ndist.barrier()")
+    assert output.seconds < 20
+    text = plain(output.error)
+    assert text.startswith("RuntimeError: DataLoader worker")  # which led to another, on rank 1 and first
+    assert "exited unexpectedly" in text.partition("on rank 1")[0]
+    assert "item 0" in output.stdout

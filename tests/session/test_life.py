@@ -139,17 +139,54 @@ def test_spawned_engines_are_the_same_ranks(scratch: Path) -> None:
     assert list(scratch.glob(f"{runtime.PREFIX}*")) == []
 
 
+WORKERS = """%%distributed
+import time
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, i): return time.sleep(0.05) or torch.ones(1)
+batches = iter(torch.utils.data.DataLoader(Slow(), num_workers=1))
+next(batches)"""
+
+
+@pytest.mark.parametrize("launcher", ["local", "spawn"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_a_killed_kernel(how: signal.Signals, scratch: Path) -> None:
+def test_nothing_outlives_a_killed_kernel(how: signal.Signals, launcher: str, scratch: Path) -> None:
     with Notebook() as nb:
-        nb("%distributed start -n 2")
-        nb("%%distributed --no-block\nimport time\ntime.sleep(60)")
+        nb(f"%distributed start -n 2 --launcher {launcher}")
+        assert nb(WORKERS).status == "ok"
+        nb("%%distributed --no-block\ntime.sleep(60)")
         kernel = psutil.Process(nb.manager.provisioner.process.pid)  # type: ignore[union-attr]
         ours = kernel.children(recursive=True)
-        assert len(ours) >= 5
+        assert len(ours) >= 6  # store, controller, two ranks, two workers
         kernel.send_signal(how)
         assert gone(ours, within_s=10) == []
     assert list(scratch.glob(f"{runtime.PREFIX}*")) == []
+
+
+def test_a_notebook_kernel_is_restarted_while_a_cell_runs() -> None:
+    with Notebook() as nb:
+        nb("%distributed start -n 2")
+        request = nb.send("%%distributed\nif rank: dist.barrier()\nimport time; time.sleep(600)")
+        time.sleep(0.5)
+        kernel = psutil.Process(nb.manager.provisioner.process.pid)  # type: ignore[union-attr]
+        ours = kernel.children(recursive=True)
+        nb.restart()
+        assert request
+        assert gone(ours, within_s=10) == []
+        assert nb("%load_ext nbtrain").status == "ok"
+        assert "started" in nb("%distributed start -n 2").stdout
+        nb("%%distributed -o sums\nt = torch.ones(1); dist.all_reduce(t); t.item()")
+        assert nb.value("sums") == [2.0, 2.0]
+
+
+def test_spawned_ranks_that_die_are_replaced() -> None:
+    with nt.Session(2, launcher="spawn") as session:
+        session.run("kept = rank + 5")
+        with pytest.raises(RankDiedError, match=r"rank 1 died .* line 1: import os; os._exit\(3\)"):
+            session.run("import os; os._exit(3)", "1")
+        session.restart(ranks="1")
+        assert session.run("t = torch.ones(1); dist.all_reduce(t); t.item()") == [2.0, 2.0]
+        assert session.run("kept", "0") == [5]
 
 
 @pytest.mark.usefixtures("scratch")

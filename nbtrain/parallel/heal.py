@@ -1,0 +1,221 @@
+"""`heal`: models and trainers on a rank that takes a dead one's place.
+
+::
+
+    donor      the lowest survivor                structure: blueprint, plan, optimizer, scheduler, loss function
+    source     a replica of the dead rank, or     the numbers: weights, buffers, optimizer state
+               the rank that mirrors its shards
+    newcomer   builds the same without a collective, and takes the numbers
+
+Each stage is tried on its own rank, and all ranks hear what failed anywhere before the next begins: what cannot be
+carried over is lost on all ranks alike, and everything else is healed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from nbtrain.errors import NbtrainError
+from nbtrain.parallel import mesh, shard
+from nbtrain.parallel.belongings import Belongings, ModelKey, find_belongings, strangers
+from nbtrain.parallel.heirs import Heir, Here, ModelHeir, TrainerHeir
+from nbtrain.parallel.parcel import definitions
+from nbtrain.parallel.stepper import Stepper
+from nbtrain.parallel.transfer import broadcast, gather, receive, send
+
+_SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
+_DEFINED = (types.ModuleType, types.FunctionType, type)
+_AGAIN = "make the model and the trainer again, and load a checkpoint"
+_TRAINER_AGAIN = "the model is whole: make the trainer again"
+_GONE = "its shards were on no other rank; next time type Trainer(..., redundancy=True)"
+
+
+def heal(namespace: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any]:
+    """Gives newcomers the models and trainers that the dead ranks had, at the step at which the others are. Collective.
+
+    The groups stand, and `live.rebind` has run on all ranks. Random states of newcomers stay as they are, unless a
+    mirror knows the dead rank's: dropout then goes on as it would have.
+
+    Args:
+        namespace: The notebook's names on this rank; a newcomer's get what was healed.
+        newcomers: Ranks whose process is new.
+
+    Returns:
+        The same on all ranks: ``{"healed": names, "lost": {name: reason}, "missing": names}``. Missing are names that
+        the others have and a newcomer has not, beside those healed or lost: it has not run their cells.
+    """
+    return _Healing(namespace, newcomers).run()
+
+
+class _Healing:
+    """One call of `heal` on one rank. Methods with a leading verb in common are collective, in the order of `run`."""
+
+    def __init__(self, namespace: dict[str, Any], newcomers: tuple[int, ...]) -> None:
+        self._newcomers = newcomers
+        self._rank = mesh.rank()
+        self._survivors = [rank for rank in range(mesh.world_size()) if rank not in newcomers]
+        self._is_new = self._rank in newcomers
+        self._is_donor = self._rank == self._survivors[0]
+        self._here = Here(namespace, Belongings() if self._is_new else find_belongings(namespace))
+        self._lost: dict[Heir, str] = {}
+
+    def run(self) -> dict[str, Any]:
+        if not self._is_new:
+            for model in self._here.belongings.models.values():
+                if model.layout.shards:
+                    shard.reshard(model.module)  # a newcomer's are: it would gather alone
+        for heir in self._survey():
+            if reason := self._lost.get(heir) or self._carry(heir):
+                self._lost[heir] = reason
+                if self._is_new:
+                    heir.drop(self._here)
+            else:
+                heir.settle(self._here)
+        self._mark_lost()
+        for trainer in self._here.belongings.trainers.values():
+            if not trainer._stepper.lost:
+                trainer._stepper.mirror_again()
+        return self._report()
+
+    def _survey(self) -> list[Heir]:
+        """What any survivor has, models first, and what the newcomers' namespaces hold."""
+        own, names = self._here.belongings, self._here.namespace
+        heirs = [*map(ModelHeir, own.models), *map(TrainerHeir, sorted(own.trainers))]
+        reports = gather((heirs, set(names), definitions(names)))
+        theirs = [reports[rank] for rank in self._newcomers]
+        self._here.theirs = set.intersection(*(names for _, names, _ in theirs))
+        self._here.definitions = set.intersection(*(defined for _, _, defined in theirs))
+        had = [reports[rank][0] for rank in self._survivors]
+        everything: list[Heir] = list(dict.fromkeys(heir for heirs in had for heir in heirs))
+        for heir in everything:
+            if not all(heir in heirs for heirs in had):
+                self._lost[heir] = "not every rank has it under the same names"
+        return sorted(everything, key=lambda heir: isinstance(heir, TrainerHeir))
+
+    def _carry(self, heir: Heir) -> str:
+        """Why ``heir`` could not be carried over; "" where it was."""
+        routes = broadcast(self._routes(heir) if self._is_donor else None, self._survivors[0])
+        if isinstance(routes, str):
+            return routes
+        structure = _Attempt(lambda: heir.structure(self._here) if self._is_donor else b"")
+        numbers = _Attempt(
+            lambda: {
+                newcomer: heir.numbers(self._here, mirrored)
+                for newcomer, (source, mirrored) in routes.items()
+                if source == self._rank
+            }
+        )
+        if problem := _first(structure.problem, numbers.problem):
+            return problem
+        sent = self._pass({newcomer: (self._survivors[0], structure.value) for newcomer in routes})
+        built = _Attempt(lambda: heir.build(self._here, sent) if self._is_new else None)
+        if problem := _first(built.problem):
+            return problem
+        sent = self._pass({to: (source, (numbers.value or {}).get(to)) for to, (source, _) in routes.items()})
+        return _first(_Attempt(lambda: heir.take(self._here, sent) if self._is_new else None).problem)
+
+    def _pass(self, parcels: dict[int, tuple[int, Any]]) -> Any:
+        """Each newcomer's parcel from its source, one after another; what this rank got."""
+        got = None
+        for newcomer, (source, parcel) in parcels.items():
+            if self._rank == source:
+                send(parcel, newcomer)
+            elif self._rank == newcomer:
+                got = receive(source)
+        return got
+
+    def _routes(self, heir: Heir) -> dict[int, tuple[int, bool]] | str:
+        """For each newcomer the source, and whether it sends what it mirrors; or why there is none. On the donor."""
+        key = self._model_key(heir)
+        if isinstance(heir, TrainerHeir) and (reason := self._lost.get(ModelHeir(key))):
+            return reason
+        plan = self._here.belongings.models[key].layout.plan
+        routes: dict[int, tuple[int, bool]] = {}
+        for newcomer in self._newcomers:
+            alike = [rank for rank in mesh.replicas(plan, newcomer) if rank not in self._newcomers]
+            holder = self._holder(key, newcomer)
+            if alike:
+                routes[newcomer] = (alike[0], False)
+            elif holder is None:
+                return _GONE
+            elif holder in self._newcomers:
+                return (
+                    f"ranks {newcomer} and {holder} died both, and only {holder} had a copy of the shards of {newcomer}"
+                )
+            else:
+                routes[newcomer] = (holder, True)
+        return routes
+
+    def _holder(self, key: ModelKey, newcomer: int) -> int | None:
+        """The rank that mirrors a newcomer's shards; None where nobody does."""
+        mirrors = [stepper.mirror for stepper in self._here.belongings.steppers_of(key)]
+        return mirrors[0].holder_of(newcomer) if mirrors and mirrors[0] is not None else None
+
+    def _model_key(self, heir: Heir) -> ModelKey:
+        if isinstance(heir, ModelHeir):
+            return heir.key
+        assert isinstance(heir, TrainerHeir)
+        return self._here.belongings.model_of(self._here.belongings.trainers[heir.number])
+
+    def _mark_lost(self) -> None:
+        """On survivors: a trainer that cannot go on says so instead of waiting for ranks that do not have it."""
+        if self._is_new:
+            return
+        ended = f"the trainer ended with rank{'s' * (len(self._newcomers) > 1)} {', '.join(map(str, self._newcomers))}"
+        for heir, reason in self._lost.items():
+            if isinstance(heir, TrainerHeir) and heir.number in self._here.belongings.trainers:
+                cure = _AGAIN if ModelHeir(self._model_key(heir)) in self._lost else _TRAINER_AGAIN
+                self._here.belongings.trainers[heir.number]._stepper.lost = f"{ended}: {reason}; {cure}"
+        for stepper in strangers(self._here.belongings).values():
+            if isinstance(stepper, Stepper) and not stepper.lost:
+                stepper.lost = f"{ended}: no name of the notebook holds it; {_AGAIN}"
+
+    def _report(self) -> dict[str, Any]:
+        """Binds the names on newcomers."""
+        here = self._here
+        healed, lost, names = broadcast(self._named() if self._is_donor else None, self._survivors[0])
+        if self._is_new:
+            here.namespace.update({name: here.belongings.find(address) for name, address in healed.items()})
+        known = set.intersection(*(gather(set(here.namespace))[rank] for rank in self._newcomers))
+        missing = [name for name in names if name not in known and name not in lost]
+        return {"healed": list(healed), "lost": lost, "missing": missing}
+
+    def _named(self) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+        """Names with the addresses of what was healed, names with why it was lost, and all of the user's names."""
+        addresses = self._here.belongings.addresses()
+        healed, lost, names = {}, {}, []
+        for name, value in self._here.namespace.items():
+            if name.startswith("_") or name in _SHELL_NAMES or isinstance(value, _DEFINED):
+                continue
+            names.append(name)
+            if (address := addresses.get(id(value))) is None:
+                continue
+            if reason := self._lost.get(self._heir_at(address)):
+                lost[name] = reason
+            else:
+                healed[name] = address
+        return healed, lost, names
+
+    @staticmethod
+    def _heir_at(address: tuple[Any, ...]) -> Heir:
+        kind, key, *_ = address
+        return TrainerHeir(key) if kind in ("trainer", "optimizer", "scheduler") else ModelHeir(key)
+
+
+class _Attempt:
+    """What a function gave, or why it failed: others wait to hear of it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.value, self.problem = None, ""
+        try:
+            self.value = function()
+        except Exception as problem:
+            kind = "" if isinstance(problem, NbtrainError) else f"{type(problem).__name__}: "
+            self.problem = f"{kind}{problem}"
+
+
+def _first(*problems: str) -> str:
+    """The first problem of any rank; "" without. Collective."""
+    return next((problem for those in gather(problems) for problem in those if problem), "")

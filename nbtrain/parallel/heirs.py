@@ -1,0 +1,207 @@
+"""What a rank that takes a dead one's place inherits: the parts of a model or a trainer, and how each is carried over.
+
+Three ranks take part: a donor, which has the same structure; a source, which has the same numbers; the newcomer.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+
+from nbtrain.errors import ModelError
+from nbtrain.parallel import live, mesh, optimizer_state
+from nbtrain.parallel.belongings import Belongings, Model, ModelKey, tensors_of
+from nbtrain.parallel.blueprint import attributes, materialise, set_attributes
+from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.local import local
+from nbtrain.parallel.parallelize import lay_out_again
+from nbtrain.parallel.parcel import Packer, Unpacker
+from nbtrain.parallel.snapshot import set_random_state
+from nbtrain.parallel.trainer import Trainer
+
+
+@dataclass
+class Here:
+    """This rank's side.
+
+    Attributes:
+        namespace: The notebook's names.
+        belongings: What it has; a newcomer, what it got so far.
+        carried: What newcomers have got so far: what has an address.
+        theirs: On others than newcomers: the names that these have,
+        definitions: and which of them are classes and functions.
+    """
+
+    namespace: dict[str, Any]
+    belongings: Belongings
+    carried: Belongings = field(default_factory=Belongings)
+    theirs: Collection[str] = ()
+    definitions: Collection[str] = ()
+
+    def pack(self, thing: Any) -> bytes:
+        """``thing`` for the newcomers."""
+        with io.BytesIO() as file:
+            Packer(file, self.carried.addresses(), self.namespace, self.theirs, self.definitions).dump(thing)
+            return file.getvalue()
+
+    def unpack(self, data: bytes) -> Any:
+        """On a newcomer, what `pack` wrote. Names that it has stay as they are."""
+        return Unpacker(data, self.belongings.find, self.namespace).load()
+
+
+class Heir(Protocol):
+    """A model or a trainer on its way."""
+
+    def structure(self, here: Here) -> bytes:
+        """On the donor: all but large tensors."""
+
+    def numbers(self, here: Here, mirrored: bool) -> Any:
+        """On the source: tensors and plain data, as `nbtrain.parallel.transfer` sends them.
+
+        Args:
+            here: The source's side.
+            mirrored: They are the dead rank's, as this one mirrored them; else this rank's own, which are the same.
+        """
+
+    def build(self, here: Here, structure: bytes) -> None:
+        """On the newcomer; moves nothing."""
+
+    def take(self, here: Here, numbers: Any) -> None:
+        """On the newcomer, behind `build`."""
+
+    def settle(self, here: Here) -> None:
+        """On all ranks, where it was carried over."""
+
+    def drop(self, here: Here) -> None:
+        """On the newcomer, where it came to nothing."""
+
+
+@dataclass(frozen=True)
+class ModelHeir:
+    """A laid-out model: its structure from the blueprint, its weights and buffers from a rank that has the same."""
+
+    key: ModelKey
+
+    def structure(self, here: Here) -> bytes:
+        model = here.belongings.models[self.key]
+        blueprint = model.layout.blueprint
+        if blueprint is None or blueprint.module is None:
+            raise ModelError(blueprint.problem if blueprint is not None else "it has no structure to build it from")
+        if not mesh.is_shared(model.layout.mesh):
+            raise ModelError("its mesh was made by a cell, which would have to make it again on all ranks")
+        trained = {name: parameter.requires_grad for name, parameter in model.module.named_parameters()}
+        now = attributes(model.module), trained
+        return here.pack((blueprint, model.layout.plan, model.layout.order, now))
+
+    def numbers(self, here: Here, mirrored: bool) -> Any:
+        own = weights(here.belongings.models[self.key].module)
+        if not mirrored:
+            return own
+        mirror = here.belongings.steppers_of(self.key)[0].mirror
+        assert mirror is not None, "that is the route"
+        return {**own, "parameters": mirror.parameters()}
+
+    def build(self, here: Here, structure: bytes) -> None:
+        blueprint, plan, order, (values, trained) = here.unpack(structure)
+        layout = Layout(plan, mesh.standing_mesh(plan), blueprint=blueprint, order=order)
+        module = materialise(copy.deepcopy(blueprint.module), mesh.device_of(layout.mesh))
+        lay_out_again(module, layout)
+        set_attributes(module, values)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(trained[name])
+        here.belongings.models[self.key] = Model(layout, module)
+
+    def take(self, here: Here, numbers: Any) -> None:
+        take_weights(here.belongings.models[self.key].module, numbers)
+
+    def settle(self, here: Here) -> None:
+        here.carried.models[self.key] = here.belongings.models[self.key]
+
+    def drop(self, here: Here) -> None:
+        here.belongings.models.pop(self.key, None)
+
+
+@dataclass(frozen=True)
+class TrainerHeir:
+    """A trainer of a model that is there: its optimizer, scheduler and loss function, and how far it is."""
+
+    number: int
+
+    def structure(self, here: Here) -> bytes:
+        return here.pack(_Itself(vars(here.belongings.trainers[self.number])))
+
+    def numbers(self, here: Here, mirrored: bool) -> Any:
+        stepper = here.belongings.trainers[self.number]._stepper
+        if not mirrored:
+            return {"state": optimizer_state.portable_state(stepper.optimizer), "random": None}
+        assert stepper.mirror is not None, "that is the route"
+        random = stepper.mirror.random_state(stepper.phase.num_steps)
+        return {"state": stepper.mirror.optimizer_state(), "random": random}
+
+    def build(self, here: Here, structure: bytes) -> None:
+        trainer = Trainer.__new__(Trainer)
+        vars(trainer).update(here.unpack(structure).attributes)
+        stepper = trainer._stepper
+        live.track_steps(stepper, self.number)
+        if isinstance(stepper.scheduler, lr_scheduler.LRScheduler):
+            _watch_steps(trainer.optimizer)
+        here.belongings.trainers[self.number] = trainer
+
+    def take(self, here: Here, numbers: Any) -> None:
+        trainer = here.belongings.trainers[self.number]
+        optimizer_state.take_state(trainer.optimizer, numbers["state"])
+        if numbers["random"] is not None:
+            set_random_state(numbers["random"], trainer._device)
+
+    def settle(self, here: Here) -> None:
+        here.carried.trainers[self.number] = here.belongings.trainers[self.number]
+
+    def drop(self, here: Here) -> None:
+        here.belongings.trainers.pop(self.number, None)
+
+
+@dataclass(frozen=True)
+class _Itself:
+    """Not the trainer, which has an address that stands for it."""
+
+    attributes: dict[str, Any]
+
+
+def weights(module: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """This rank's parts, in the order of the model."""
+    parameters, buffers = tensors_of(module)
+    return {"parameters": [local(tensor) for tensor in parameters.values()], "buffers": list(buffers.values())}
+
+
+def take_weights(module: nn.Module, numbers: dict[str, list[torch.Tensor]]) -> None:
+    """Copies the parts of another rank into this one's."""
+    parameters, buffers = tensors_of(module)
+    with torch.no_grad():
+        for kind, own in (("parameters", parameters), ("buffers", buffers)):
+            for (name, tensor), value in zip(own.items(), numbers[kind], strict=True):
+                if local(tensor).shape != value.shape:
+                    raise ModelError(
+                        f"'{name}' is {tuple(local(tensor).shape)} here and {tuple(value.shape)} elsewhere"
+                    )
+                local(tensor).copy_(value)
+
+
+def _watch_steps(optimizer: Optimizer) -> None:
+    """As a scheduler does when it is made: on its first step it looks whether its optimizer has stepped before."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def watched(*args: Any, **options: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return step(*args, **options)
+
+    watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = watched  # type: ignore[method-assign]
