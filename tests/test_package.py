@@ -49,7 +49,7 @@ def test_the_kernel_does_not_import_torch(code: str) -> None:
 
 def test_functions_that_are_called_by_name_exist() -> None:
     source = "\n".join(path.read_text() for path in (PACKAGE / "cluster").glob("*.py"))
-    called = set(re.findall(r"(?:self\._call|\.call)\(\s*\"(\w+)\"", source))
+    called = set(re.findall(r"(?:self\._call|self\._call_each|\.call)\(\s*\"(\w+)\"", source))
     assert {"join", "rejoin", "push", "pull", "take_result", "bind_plan", "parallelize_names"} <= called
     assert [name for name in called if not callable(getattr(calls, name, None))] == []
     forked = set(re.findall(r"\"(nbtrain\.engine\.\w+:\w+)\"", source))

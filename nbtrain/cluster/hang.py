@@ -48,7 +48,7 @@ class Look:
     """What is known of a rank at one moment.
 
     ``state`` is "idle", "runs", "finished" (the cell that others still run), "failed" (in it), "dead" or "silent";
-    ``about`` names the cell or the cause of death, ``place`` the cell's line, ``spot`` what it calls there.
+    ``about`` names the cell or the cause of death, ``place`` the cell's (last) line, ``spot`` what it calls there.
     """
 
     rank: int
@@ -123,8 +123,9 @@ def advise(looks: Sequence[Look]) -> list[str]:
     advice = []
     if diagnose(looks):
         advice.append("To end it: Kernel > Interrupt, or %distributed interrupt; the ranks keep their state.")
-    if any(one.state == "silent" for one in looks):
-        advice.append("A rank that goes on not answering is ended by a second interrupt, and replaced.")
+    gone = [one.rank for one in looks if one.state in ("dead", "silent")]
+    if gone:
+        advice.append(f"To replace {ranks_text(gone)}: %distributed restart --ranks {compact(gone)}")
     return advice
 
 
@@ -142,7 +143,7 @@ def _look(rank: int, dead: Mapping[int, Death], cells: Sequence[Cell], answer: A
     cell = next((cell for cell in cells if rank in cell.ranks), None)
     state, about = "idle", ""
     if rank in dead:
-        return Look(rank, "dead", dead[rank].how)
+        return Look(rank, "dead", dead[rank].how, place=dead[rank].at)
     if cell is not None:
         about = cell.title
         state = "runs" if rank in cell.running else "failed" if rank in cell.failures else "finished"
@@ -271,7 +272,7 @@ def _absent(one: Look) -> str:
     if one.state == "runs":
         return f"waiting for its data in next(loader){at}" if one.spot == "next(loader)" else f"still computing{at}"
     return {
-        "dead": f"dead ({one.about})",
+        "dead": f"dead ({one.about}){at}",
         "silent": "no answer, as it is stopped or holds the interpreter in C code",
         "finished": f"it has left {one.about} early, without this collective",
         "failed": f"it has failed in {one.about}",

@@ -468,7 +468,7 @@ class Session:
         except KeyboardInterrupt:
             again = not cell.wait(SECOND_GRACE_S)
         stuck = set(cell.running) if again else set()
-        wanted, self._wanted_restarts = stuck | self._wanted_restarts, set()
+        wanted, self._wanted_restarts = stuck | (self._wanted_restarts & set(cell.ranks)), set()
         if not wanted:
             return self._supervising().verdict(cell)
         self._replace(wanted, replay=True)

@@ -79,24 +79,24 @@ class Agreement:
             waited = time.monotonic() - began
             if given_up():
                 raise CollectiveError(f"{call.op} was given up before it began: not all ranks came to it")
-            if waited > LOOK_S and _differ(self.read()):
-                self._settle(given_up)
-                return self.compare()
+            if waited > LOOK_S:
+                self.compare(given_up)
             if waited > GRACE_S:
                 self.post(call, begins=True)
-                return self.compare()
+                return self.compare(given_up)
             time.sleep(min(waited * PAUSE[0], PAUSE[1]))
         if call.sends:
-            self.compare()
+            self.compare(given_up)
 
-    def compare(self) -> None:
+    def compare(self, given_up: Callable[[], bool]) -> None:
         """Compare what has been given until now.
 
         Raises:
             CollectiveError: it differs; it says which rank gave what.
         """
-        given = self.read()
-        if _differ(given):
+        if _differ(self.read()):
+            self._settle(given_up)
+            given = self.read()
             raise CollectiveError(self._disagreement(given), begun=any(one.begun for one in given.values()))
 
     def is_complete(self) -> bool:
@@ -127,8 +127,8 @@ class Agreement:
             text = given[position].call.text if position in given else "has not come yet"
             texts.setdefault(text, []).append(rank)
         parts = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in texts.items())
-        kept = "" if any(one.begun for one in given.values()) else "Nothing was sent; "
-        return f"the ranks do not call the same: {parts}. {kept}make the call the same on all of them"
+        kept = "" if any(one.begun for one in given.values()) else "Nothing was sent. "
+        return f"the ranks do not call the same: {parts}. {kept}Make the call the same on all of them"
 
 
 class Ledger:

@@ -262,16 +262,20 @@ def _check(agreement: Agreement, call: Call, group: Any, blocks: bool) -> None:
         agreement.post(call, begins=not blocks)
         _state.ledger.keep(agreement)
         if not blocks:
-            agreement.compare()
+            agreement.compare(_is_freed)
             return
         with _shown(call, agreement, _sequence(group) - _uneven.get(group.group_name, 0) + 1):  # as torch's recorder
-            agreement.wait(call, lambda: _state.freed)
+            agreement.wait(call, _is_freed)
         _state.ledger.complete(agreement)
     except CollectiveError as error:
         _state.broken |= error.begun
         raise
     except dist.DistNetworkError:  # the store is gone, and the session with it: no reason to fail here
         _state.mode = "off"
+
+
+def _is_freed() -> bool:
+    return _state.freed
 
 
 @contextmanager

@@ -62,10 +62,10 @@ def current_line() -> dict[str, Any]:
     innermost of all, ``spot`` what is called there that a person knows by name.
     """
     stack = _stack(_main_frame())
-    kinds = [kind(frame.f_code.co_filename) for frame, _ in stack]
+    kinds = [kind(f.f_code.co_filename) for f, _ in stack]
     first_cell = kinds.index("cell") if "cell" in kinds else len(stack)
     own = kinds.index("user") if "user" in kinds[:first_cell] else None
-    spots = (_spot(frame) for frame, _ in stack[:first_cell])
+    spots = (_spot(f) for f, _ in stack[:first_cell])
     return {
         "cell": _placed(stack[first_cell]) if "cell" in kinds else None,
         "user": _placed(stack[own]) if own is not None else None,
@@ -77,11 +77,11 @@ def current_line() -> dict[str, Any]:
 def called_in(file: str, *wrappers: str) -> str:
     """The function of ``file`` that the main thread called, perhaps through ``wrappers``, if it is still in there."""
     called = ""
-    frame = _main_frame()
-    while frame is not None and frame.f_code.co_filename in (file, *wrappers):
-        if frame.f_code.co_filename == file:
-            called = frame.f_code.co_name
-        frame = frame.f_back
+    innermost = _main_frame()
+    while innermost is not None and innermost.f_code.co_filename in (file, *wrappers):
+        if innermost.f_code.co_filename == file:
+            called = innermost.f_code.co_name
+        innermost = innermost.f_back
     return called
 
 
@@ -89,9 +89,9 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def _spot(frame: FrameType) -> str:
+def _spot(at: FrameType) -> str:
     """``next(loader)``, for instance; empty for what has no such name."""
-    code = frame.f_code
+    code = at.f_code
     return next((name for file, function, name in _SPOTS if code.co_name == function and file in code.co_filename), "")
 
 

@@ -3,7 +3,7 @@
 A gloo collective waits in C++, where no signal reaches it, and neither ``abort`` nor ``shutdown`` ends it. What does is
 to shut its connections down from another thread: the wait raises at once, and the process, with its models, lives on.
 Only connections that were opened while a group was formed are touched; the listening sockets are not (shutting one of
-these kills the process). A rank that waits for a peer to connect has no such connection: it gets one, which ends at once.
+these kills the process). A rank that waits for a peer to connect has no such connection yet: it gets one, which ends.
 """
 
 from __future__ import annotations

@@ -237,6 +237,8 @@ def test_how_long_a_cell_may_be_silent_is_an_option(nb: Notebook) -> None:
 def test_the_buttons_ask_over_the_control_channel(nb: Notebook) -> None:
     """What the page's button sends, while the cell blocks the kernel."""
     pytest.importorskip("anywidget")
+    nb("%%distributed -o pids\nos.getpid()")
+    before = nb.value("pids")
     request = nb.send("%%distributed\nif rank != 2: dist.barrier()\nelse: time.sleep(100)")
     output = nb.by_request[request]
     deadline = time.monotonic() + 15
@@ -248,6 +250,9 @@ def test_the_buttons_ask_over_the_control_channel(nb: Notebook) -> None:
     nb.client.control_channel.send(message)
     assert nb.wait(request).error == "KeyboardInterrupt: interrupted; rank 2 was replaced"
     assert output.stdout.startswith("rank 2 was replaced in ")
+    after = nb("%%distributed -o pids\nt = torch.ones(1); dist.all_reduce(t); assert t.item() == 4\nos.getpid()")
+    assert after.status == "ok", after.error
+    assert [a == b for a, b in zip(before, nb.value("pids"), strict=True)] == [True, True, False, True]
 
 
 def test_a_dead_rank(nb: Notebook) -> None:
