@@ -112,9 +112,8 @@ PAIRS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _names(nb: Notebook) -> None:
-    for code in (SETUP, f"%%distributed{LEGAL}"):
-        output = nb(code)
-        assert output.status == "ok", output.error
+    output = nb(SETUP)
+    assert output.status == "ok", output.error
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +193,7 @@ if rank == 1: dist.recv(torch.ones({received}), 0)"""
 @pytest.mark.parametrize("mode", ["cells", "on"])
 def test_legal_calls_give_what_they_give_without_a_guard(nb: Notebook, mode: str) -> None:
     nb("%distributed guard off")
-    renew = "%%distributed\nsub = dist.new_group([0, 1, 3])"
+    renew = f"%%distributed\nsub = dist.new_group([0, 1, 3]){LEGAL}"  # other tests have bound its names to other things
     assert nb(renew).status == "ok"
     output = nb("%%distributed -o free\neverything()", timeout=100)
     assert output.status == "ok", plain(output.error)
