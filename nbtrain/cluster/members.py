@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent import futures
@@ -16,15 +15,18 @@ from typing import Any
 
 import psutil
 
-from nbtrain.cluster import launch, runtime
+from nbtrain.cluster import runtime
+from nbtrain.cluster.arrivals import Arrivals
 from nbtrain.cluster.client import CallFailed, RankClient
 from nbtrain.cluster.failures import Death, as_error, exit_text, replace_advice
+from nbtrain.cluster.fork import ForkLaunch
+from nbtrain.cluster.launch import ForkUnsafe, Launch, Request
 from nbtrain.cluster.memory import OutOfMemory
+from nbtrain.cluster.spawn import ClusterLaunch
 from nbtrain.cluster.trail import last_line
 from nbtrain.errors import RankDiedError, SessionError, StartError, UsageError
 from nbtrain.interrupts import uninterrupted
 
-START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 10.0
 PEERS_GRACE_S = 1.0  # what the others of a call get to fail by themselves, once one has failed
 FREE_TIMEOUT_S = 0.5
@@ -43,7 +45,7 @@ class Members:
         newcomers: Ranks that took a dead one's place, and do not yet hold what it held.
     """
 
-    def __init__(self, launcher: str, request: launch.Request, on_death: Callable[[int, Death], None]) -> None:
+    def __init__(self, launcher: str, request: Request, on_death: Callable[[int, Death], None]) -> None:
         self.world_size = request.num_ranks
         self.folder = runtime.create()
         self.dead: dict[int, Death] = {}
@@ -58,7 +60,7 @@ class Members:
         self._on_death = on_death
         self._stopping = False
         self._memory = OutOfMemory()
-        self._launch: launch.Launch | None = None
+        self._launch: Launch | None = None
         self.client: RankClient | None = None
         try:
             self._open(launcher)
@@ -127,7 +129,7 @@ class Members:
         client, launched = self._need_client(), self._launch
         launched.require_replaceable()
         self._end(ranks)
-        with _Arrivals(client) as arrivals:
+        with Arrivals(client) as arrivals:
             for rank in ranks:
                 client.unregister(rank)
             arrivals.wait_until_gone(ranks)
@@ -266,20 +268,26 @@ class Members:
             "path": sys.path,
         }
 
-    def _launched(self, launcher: str) -> launch.Launch:
+    def _start(self, launcher: str) -> Launch:
+        """ "local" forks where that is safe and spawns elsewhere."""
+        if launcher == "local" and sys.platform == "linux":
+            return ForkLaunch(self._request, self.folder, self._exited)
+        return ClusterLaunch("local" if launcher == "spawn" else launcher, self._request, self.folder, self._exited)
+
+    def _launched(self, launcher: str) -> Launch:
         """A launch whose engines are starting: forked where that is safe, else spawned."""
-        self._launch = launch.start(launcher, self._request, self.folder, self._exited)
+        self._launch = self._start(launcher)
         try:
             self._launch.start_engines()
-        except launch.ForkUnsafe:
+        except ForkUnsafe:
             self._launch.stop()
             self.folder = runtime.create()
-            self._launch = launch.start("spawn", self._request, self.folder, self._exited)
+            self._launch = self._start("spawn")
             self._launch.start_engines()
         return self._launch
 
     def _wait_for_ranks(self, client: RankClient) -> None:
-        with _Arrivals(client) as arrivals:
+        with Arrivals(client) as arrivals:
             everyone = range(self.world_size)
             arrivals.wait_for(everyone, lambda: self._check_started(everyone))
 
@@ -308,39 +316,3 @@ class Members:
         replaced = rank in self._ending
         self._ending.discard(rank)
         return Death(how, last_line(self.folder / f"rank-{rank}.trail"), replaced)
-
-
-class _Arrivals:
-    """Hears which ranks register and unregister, from `__enter__` on."""
-
-    def __init__(self, client: RankClient) -> None:
-        self._client = client
-        self._changed = threading.Event()
-
-    def __enter__(self) -> _Arrivals:
-        self._client.on_membership(self._hear)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.off_membership(self._hear)
-
-    def wait_for(self, ranks: Iterable[int], check: Callable[[], None]) -> None:
-        """Until all ``ranks`` have registered; ``check`` raises where one cannot come any more."""
-        wanted = set(ranks)
-        self._until(lambda: wanted <= set(self._client.ids), check, "did not come")
-
-    def wait_until_gone(self, ranks: Iterable[int]) -> None:
-        wanted = set(ranks)
-        self._until(lambda: not wanted & set(self._client.ids), lambda: None, "did not go")
-
-    def _until(self, reached: Callable[[], bool], check: Callable[[], None], what: str) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not reached():
-            self._changed.clear()
-            check()
-            if time.monotonic() > deadline:
-                raise StartError(f"ranks {what} within {START_TIMEOUT_S:.0f} s; {len(self._client.ids)} are there")
-            self._changed.wait(0.05)
-
-    def _hear(self, _: dict[str, Any]) -> None:
-        self._changed.set()

@@ -2,52 +2,30 @@
 
 from __future__ import annotations
 
-import _thread
 import ast
 import atexit
-import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbtrain.cluster import hang, sinks
-from nbtrain.cluster.cell import Cell, Handle
 from nbtrain.cluster.client import Bound
-from nbtrain.cluster.failures import Death, ranks_text, replace_advice
+from nbtrain.cluster.failures import ranks_text
 from nbtrain.cluster.hang import Where
-from nbtrain.cluster.hangwatch import HANG_AFTER_S, HangWatch
-from nbtrain.cluster.members import Members
+from nbtrain.cluster.hangwatch import HANG_AFTER_S
+from nbtrain.cluster.live import LiveRanks
 from nbtrain.cluster.options import Options
-from nbtrain.cluster.output import CellOutput, Publisher
 from nbtrain.cluster.prompts import first_failed, require_input
-from nbtrain.cluster.ranks import compact, parse
-from nbtrain.cluster.replay import Replay
-from nbtrain.cluster.report import Healing, Holdings, Status
-from nbtrain.cluster.supervisor import INTERRUPT_GRACE_S, Supervisor
-from nbtrain.errors import (
-    BusyError,
-    CellInterrupted,
-    CellTimeoutError,
-    NbtrainError,
-    NotStartedError,
-    RankDiedError,
-    SessionError,
-    StartError,
-    UsageError,
-    nearest,
-)
-from nbtrain.interrupts import uninterrupted
+from nbtrain.cluster.ranks import parse
+from nbtrain.cluster.report import Holdings, Status
+from nbtrain.errors import NbtrainError, NotStartedError, SessionError, StartError, UsageError
 from nbtrain.plan import Plan
-from nbtrain.plan.footprint import format_bytes
 
-SECOND_GRACE_S = 0.5  # what ranks get after a second interrupt: they may be on their way back
-GUARD_MODES = ("cells", "on", "off")
+NOTHING_RUNS = "no ranks run; type %distributed start -n 4"
 _DEBUG = "get_ipython().debugger(force=True)"
-LISTENED_CELLS = 200  # so many ended cells still show what their threads print
+
 
 _current: Session | None = None
 
@@ -100,18 +78,7 @@ class Session:
         hang_after: float = HANG_AFTER_S,
     ) -> None:
         self._options = Options(n, gpus, backend, threads, launcher, hang_after)
-        self._members: Members | None = None
-        self._supervisor: Supervisor | None = None
-        self._publisher: Publisher | None = None
-        self._hangs: HangWatch | None = None
-        self._awaited: Cell | None = None
-        self._wanted_restarts: set[int] = set()  # ranks that a card's button asks to replace
-        self._cells: list[Cell] = []
-        self._num_cells = 0
-        self._ended: deque[Cell] = deque()
-        self._replay = Replay()
-        self._plan: dict[str, Any] | None = None
-        self._guard = GUARD_MODES[0]
+        self._live: LiveRanks | None = None
         self.start_seconds = 0.0
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -119,12 +86,12 @@ class Session:
     @property
     def started(self) -> bool:
         """Whether ranks run."""
-        return self._members is not None
+        return self._live is not None
 
     @property
     def world_size(self) -> int:
         """How many ranks there are; 0 before the start."""
-        return self._members.world_size if self._members else 0
+        return self._live.members.world_size if self._live else 0
 
     def start(self, n: int | None = None, **options: Any) -> Session:
         """Start the ranks; ``options`` are the constructor's. If they run already so, nothing changes.
@@ -140,15 +107,12 @@ class Session:
         _refuse_second(self)
         began = time.monotonic()
         try:
-            self._members = Members(wanted.launcher, wanted.request(), self._died)
+            self._live = LiveRanks(wanted)
         except (NbtrainError, KeyboardInterrupt):
             raise
         except Exception as problem:
             raise StartError(f"the ranks did not start: {type(problem).__name__}: {problem}") from problem
-        self._supervisor = Supervisor(self._members)
-        self._options = wanted.updated({"n": self._members.world_size})
-        self._publisher = Publisher()
-        self._hangs = HangWatch(self._members, wanted.hang_after, self._asked)
+        self._options = wanted.updated({"n": self.world_size})
         self.start_seconds = time.monotonic() - began
         atexit.register(self.stop)
         _make_current(self)
@@ -157,22 +121,9 @@ class Session:
     def stop(self) -> None:
         """End every rank. No process, socket or file is left. Stopping what does not run is allowed."""
         atexit.unregister(self.stop)
-        if self._hangs is not None:
-            self._hangs.stop()
-            self._hangs = None
-        members, self._members = self._members, None
-        if members is not None:
-            members.stop()
-        for cell in self._cells:
-            for rank in cell.running:
-                cell.on_death(rank, Death("the session was stopped"))
-        self._cells.clear()
-        self._ended.clear()
-        self._replay = Replay()
-        self._plan, self._guard = None, GUARD_MODES[0]
-        if self._publisher is not None:
-            self._publisher.stop()
-            self._publisher = None
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
 
     def restart(
         self, n: int | None = None, *, ranks: str | None = None, replay: bool = False, **options: Any
@@ -190,8 +141,7 @@ class Session:
         if ranks is not None:
             if n is not None or options:
                 raise UsageError("restart: --ranks replaces ranks as they are; leave the other options away")
-            self._ready()
-            self._replace(parse(ranks, self.world_size), replay)
+            self._ready().replace(parse(ranks, self.world_size), replay)
             return self
         if replay:
             raise UsageError("restart: --replay is for the ranks of --ranks, e.g. --ranks 2 --replay")
@@ -210,14 +160,7 @@ class Session:
 
     def headline(self) -> str:
         """One line: what runs."""
-        if self._members is None:
-            return "no ranks run"
-        first = self._members.info[0]
-        kind = "GPU" if first["device"].startswith("cuda") else "CPU"
-        dead = f", {ranks_text(self._members.dead)} dead" if self._members.dead else ""
-        threads = f"{first['threads']} thread{'s' if first['threads'] > 1 else ''} each"
-        ranks = f"{self.world_size} {kind} rank{'s' if self.world_size > 1 else ''}"
-        return f"{ranks} ({first['backend']}, {threads}{dead})"
+        return self._live.headline() if self._live else "no ranks run"
 
     # -- cells ---------------------------------------------------------------------------------------------------------
 
@@ -254,27 +197,27 @@ class Session:
         code = check_syntax(source)
         if parallelize and not block:
             raise UsageError("--parallelize needs a blocking cell; leave --no-block away")
-        self._ready()
-        targets = self._targets(ranks)
+        live = self._ready()
+        targets = live.targets(ranks)
         if parallelize and len(targets) < self.world_size:
             raise UsageError(f"--parallelize needs all {self.world_size} ranks; run the cell without -r")
         if plan is not None:
-            self._bind_plan(plan)
+            live.bind_plan(plan)
         if push:
             self.push(push, ranks)
-        begun = self._num_cells
+        begun = live.num_cells
         try:
-            cell = self._send(source, targets, name, label, offset, keep=values or not block, attended=block)
-            self._replay.remember(targets, code, label, offset)
+            cell = live.send(source, targets, name, label, offset, keep=values or not block, attended=block)
+            live.replay.remember(targets, code, label, offset)
             if not block:
-                return self._handle(cell)
-            self._await(cell, timeout)
+                return live.handle(cell)
+            live.wait_for(cell, timeout)
         except KeyboardInterrupt as interrupt:
-            raise self._interrupted(begun, interrupt) from None
+            raise live.interrupted(begun, interrupt) from None
         if parallelize:
-            holdings = self._call("parallelize_names", targets, list(parallelize))
+            holdings = live.call("parallelize_names", targets, list(parallelize))
             Holdings(dict(zip(targets, holdings, strict=True))).show()
-        return self._values(cell) if values else None
+        return live.values(cell) if values else None
 
     def debug(self, ranks: str | int = "all") -> None:
         """A debugger on the last error's frames, on the one of ``ranks`` that failed first. It asks in this cell.
@@ -282,16 +225,17 @@ class Session:
         Raises:
             UsageError: none of them had an error.
         """
-        targets = self._targets(str(ranks))
+        live = self._ready()
+        targets = live.targets(str(ranks))
         rank = first_failed({rank: self.ask(rank, "last_error", 1.0) for rank in targets})
         if rank is None:
             raise UsageError(f"{ranks_text(targets)} had no error to debug; type it after a cell that failed")
         require_input("%distributed debug")
-        begun = self._num_cells
+        begun = live.num_cells
         try:  # the groups are left as the error left them
-            self._await(self._send(_DEBUG, [rank], "", "the debugger", 0, keep=False, mend=False), None)
+            live.wait_for(live.send(_DEBUG, [rank], "", "the debugger", 0, keep=False, mend=False), None)
         except KeyboardInterrupt as interrupt:
-            raise self._interrupted(begun, interrupt) from None
+            raise live.interrupted(begun, interrupt) from None
 
     def interrupt(self, ranks: str = "all") -> list[int]:
         """Interrupt the cells that run on ``ranks``, as Ctrl-C would; returns the ranks that ran them.
@@ -299,14 +243,7 @@ class Session:
         All ranks of a cell are interrupted: they may wait for each other. Ranks that did not answer an interrupt are
         replaced by the next one.
         """
-        if not self.started:
-            return []
-        wanted = set(parse(ranks, self.world_size))
-        cells = [cell for cell in self._cells if wanted & set(cell.running)]
-        running = sorted({rank for cell in cells for rank in cell.running})
-        for cell in cells:
-            self._end(cell)
-        return running
+        return self._live.interrupt(parse(ranks, self.world_size)) if self._live else []
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -315,38 +252,32 @@ class Session:
 
         A function sees the rank's names as its globals. An object's class must be known on the ranks.
         """
-        self._ready()
-        targets = self._targets(ranks)
+        live = self._ready()
+        targets = live.targets(ranks)
         for name, value in values.items():
             if isinstance(value, ModuleType):
                 raise UsageError(f"push: {name!r} is a module; import it in a %%distributed cell")
             try:
-                self._call("push", targets, name, Bound(value))
+                live.call("push", targets, name, Bound(value))
             except UsageError as problem:
                 raise UsageError(f"push: {name!r} ({type(value).__name__}) cannot be sent: {problem}") from None
 
     def pull(self, name: str, ranks: str = "all") -> list[Any]:
         """The value of ``name`` on each of ``ranks``. Tensors arrive as NumPy arrays, 0-d ones as numbers."""
-        self._ready()
-        return [found[name] for found in self._call("pull", self._targets(ranks), [name])]
+        live = self._ready()
+        return [found[name] for found in live.call("pull", live.targets(ranks), [name])]
 
     def ask(self, rank: int, name: str, timeout: float, **args: Any) -> Any:
         """Ask a rank's control thread, which answers while a cell runs; None if it does not within ``timeout`` s."""
-        return self._members.ask(rank, name, timeout, **args) if self._members else None
+        return self._live.members.ask(rank, name, timeout, **args) if self._live else None
 
     def status(self) -> Status:
         """What runs where, as a table."""
-        if self._members is None:
-            return Status("no ranks run; type %distributed start -n 4", [])
-        busy = self._busy()
-        return Status(self.headline(), [self._row(info, busy.get(info["rank"])) for info in self._members.info])
+        return self._live.status() if self._live else Status(NOTHING_RUNS, [])
 
     def where(self) -> Where:
         """Where every rank is now, and which collective it waits in: while cells run, and also if ranks are stuck."""
-        if self._members is None:
-            return Where("no ranks run; type %distributed start -n 4", (), [])
-        self._busy()
-        return hang.where(self._members, self.headline(), self._cells)
+        return self._live.where() if self._live else Where(NOTHING_RUNS, (), [])
 
     def guard(self, mode: str) -> None:
         """Compare what ranks are about to call before each collective: "cells" (what cells call), "on" (all), "off".
@@ -354,11 +285,7 @@ class Session:
         Raises:
             UsageError: another mode.
         """
-        if mode not in GUARD_MODES:
-            raise UsageError(f"guard {mode!r}: {nearest(mode, GUARD_MODES)}")
-        self._ready()
-        self._call("set_guard", range(self.world_size), mode)
-        self._guard = mode
+        self._ready().guard(mode)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -370,224 +297,12 @@ class Session:
             )
         return self
 
-    def _ready(self) -> Members:
+    def _ready(self) -> LiveRanks:
         """The ranks, started if need be."""
-        if self._members is None:
+        if self._live is None:
             self.start()
-        assert self._members is not None
-        return self._members
-
-    def _supervising(self) -> Supervisor:
-        self._ready()
-        assert self._supervisor is not None
-        return self._supervisor
-
-    def _targets(self, spec: str) -> list[int]:
-        """The ranks that ``spec`` names, all of them alive."""
-        members = self._ready()
-        targets = parse(spec, members.world_size)
-        for rank in targets:
-            if rank in members.dead:
-                raise RankDiedError(f"{members.dead[rank].told(rank)}; {replace_advice(members.dead)}")
-        return targets
-
-    def _send(
-        self,
-        source: str,
-        targets: list[int],
-        name: str,
-        label: str,
-        offset: int,
-        keep: bool,
-        *,
-        attended: bool = True,
-        mend: bool = True,
-    ) -> Cell:
-        self._refuse_if_busy(targets)
-        if mend:
-            self._mend_groups()
-        members, publisher = self._ready(), self._publisher
-        assert publisher is not None
-        assert members.client is not None
-        self._num_cells += 1
-        output = CellOutput(targets, sinks.current(), members.folder / f"output-of-cell-{self._num_cells}.txt")
-        cell = Cell(targets, output, publisher, self._num_cells, name, label, alone=len(targets) == self.world_size)
-        cell.prompts.open(members.answer, attended=attended)
-        about = {"number": cell.number, "label": label, "offset": offset, "keep": keep, "ranks": targets}
-        with uninterrupted():  # a cell that only some ranks got would never end
-            self._cells.append(cell)
-            cell.requests = [members.client.execute(rank, source, cell, about) for rank in targets]
-        if self._hangs is not None:
-            self._hangs.watch(cell)
-        return cell
-
-    def _mend_groups(self) -> None:
-        """Form the session's groups again where ranks were cut out of them or a cell has destroyed them."""
-        members = self._ready()
-        if self._busy() or members.dead or not members.groups_lost:
-            return
-        with self._supervising().interruptible():
-            members.rejoin()
-
-    def _replace(self, ranks: Iterable[int], replay: bool) -> None:
-        """New processes for ``ranks``, and for those that have died besides; what they held, as far as it can be."""
-        members = self._ready()
-        wanted = sorted({*ranks, *members.dead})
-        if len(wanted) == self.world_size:
-            raise SessionError("no rank would keep anything; type %distributed restart to start again")
-        for cell in set(self._busy().values()):
-            if not set(cell.running) <= set(wanted):
-                self._supervising().end(cell)
-        self._refuse_if_busy(rank for rank in range(self.world_size) if rank not in wanted)
-        began = time.monotonic()
-        try:
-            members.replace(wanted)
-            notes: list[str] = []
-            reports = members.heal(lambda rank: notes.extend(self._define(rank, replay)))
-        except KeyboardInterrupt:
-            self._supervising().end_call()
-            again = f"%distributed restart --ranks {compact(wanted)}"
-            raise CellInterrupted(f"{ranks_text(wanted)} were being replaced; type {again} once more") from None
-        Healing(wanted, time.monotonic() - began, reports, notes, replay).show()
-
-    def _define(self, rank: int, replay: bool) -> list[str]:
-        """Tell a newcomer the plan, and with ``replay`` what earlier cells defined; what failed there, a line each."""
-        members = self._ready()
-        members.call("set_guard", [rank], self._guard)
-        if self._plan is not None:
-            members.call("bind_plan", [rank], self._plan)
-        cells = self._replay.on(rank) if replay else []
-        [failed] = members.call("define", [rank], cells)
-        return [f"rank {rank}: {line}" for line in failed]
-
-    def _end(self, cell: Cell) -> str:
-        """Interrupt a cell; what came of it. Ranks that answer neither this nor an earlier interrupt are replaced."""
-        again = cell.interrupted
-        try:
-            self._supervising().end(cell, SECOND_GRACE_S if again else INTERRUPT_GRACE_S)
-        except KeyboardInterrupt:
-            again = not cell.wait(SECOND_GRACE_S)
-        stuck = set(cell.running) if again else set()
-        wanted, self._wanted_restarts = stuck | (self._wanted_restarts & set(cell.ranks)), set()
-        if not wanted:
-            return self._supervising().verdict(cell)
-        self._replace(wanted, replay=True)
-        were = "was" if len(wanted) == 1 else "were"
-        why = " did not answer, and" if stuck else ""
-        return f"interrupted; {ranks_text(wanted)}{why} {were} replaced"
-
-    def _busy(self) -> dict[int, Cell]:
-        """The cell that each busy rank runs."""
-        for cell in self._cells:
-            if cell.done:
-                self._ready().groups_lost |= "lost" in cell.groups
-                self._ended.append(cell)
-        self._cells = [cell for cell in self._cells if not cell.done]
-        while len(self._ended) > LISTENED_CELLS:
-            self._ready().forget(self._ended.popleft().requests)
-        return {rank: cell for cell in self._cells for rank in cell.running}
-
-    def _refuse_if_busy(self, targets: Iterable[int]) -> None:
-        busy = self._busy()
-        taken = [rank for rank in targets if rank in busy]
-        if taken:
-            cell = busy[taken[0]]
-            advice = "wait for its handle, or type %distributed interrupt"
-            if cell.interrupted:
-                advice = "it did not answer an interrupt; wait, or type %distributed interrupt again to replace it"
-            raise BusyError(
-                f"{ranks_text(taken)} still run{'s' if len(taken) == 1 else ''} {cell.title} "
-                f"(for {cell.seconds:.0f} s); {advice}"
-            )
-
-    def _await(self, cell: Cell, timeout: float | None) -> None:
-        supervisor, hangs = self._supervising(), self._hangs
-        assert hangs is not None
-        self._awaited = cell
-        try:
-            finished = supervisor.watch(cell, timeout)
-            if not finished:
-                cell.output.publish()
-                hangs.show(cell)
-        finally:
-            self._awaited = None
-            cell.output.publish(final=cell.done)
-            if cell.done:
-                hangs.close(cell)
-        if not finished:
-            raise CellTimeoutError(f"the cell ran longer than {timeout:g} s; {self._end(cell)}")
-        error = cell.error()
-        if error is not None:
-            raise error
-
-    def _asked(self, verb: str, rank: int) -> None:
-        """A button of a hang card was pressed. On the control thread, while the main thread may run a cell."""
-        if verb == "restart":
-            self._request_restart(rank)
-        elif self._awaited is not None:
-            _thread.interrupt_main()
-        else:
-            threading.Thread(target=self.interrupt, name="nbtrain-interrupt", daemon=True).start()
-
-    def _request_restart(self, rank: int) -> None:
-        """Remember that ``rank`` is to be replaced, and interrupt what it runs."""
-        self._wanted_restarts.add(rank)
-        self._asked("interrupt", rank)
-
-    def _interrupted(self, begun: int, interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
-        """End what was sent since cell number ``begun``: an interrupt may fall before the cell is waited for."""
-        if isinstance(interrupt, CellInterrupted):
-            return interrupt
-        verdict = "interrupted before the cell was sent; the ranks kept their state"
-        for cell in [cell for cell in self._cells if cell.number > begun]:
-            verdict = self._end(cell)
-        return CellInterrupted(verdict)
-
-    def _handle(self, cell: Cell) -> Handle:
-        members, supervisor = self._ready(), self._supervising()
-
-        def values() -> list[Any]:
-            if self._members is not members:
-                raise NotStartedError("the ranks that ran this cell have stopped, and what it gave is gone")
-            return self._values(cell)
-
-        return Handle(cell, lambda timeout: supervisor.watch(cell, timeout), lambda: self._end(cell), values)
-
-    def _values(self, cell: Cell) -> list[Any]:
-        return self._call("take_result", cell.ranks, cell.number)
-
-    def _bind_plan(self, plan: Plan | str) -> None:
-        checked = Plan.parse(plan) if isinstance(plan, str) else plan
-        checked.require_supported()
-        resolved = checked.resolve(self.world_size).to_dict()
-        self._call("bind_plan", range(self.world_size), resolved)
-        self._plan = resolved
-
-    def _call(self, name: str, ranks: Iterable[int], *args: Any) -> list[Any]:
-        targets = list(ranks)
-        self._refuse_if_busy(targets)
-        with self._supervising().interruptible():
-            return self._ready().call(name, targets, *args)
-
-    def _died(self, rank: int, death: Death) -> None:
-        for cell in self._cells:
-            if rank in cell.running:
-                cell.on_death(rank, death)
-
-    def _row(self, info: dict[str, Any], cell: Cell | None) -> dict[str, str]:
-        members, rank = self._ready(), info["rank"]
-        state = f"dead ({members.dead[rank].how})" if rank in members.dead else "idle"
-        if cell is not None:
-            state = f"runs {cell.title} for {cell.seconds:.0f} s"
-        used = members.memory_bytes(rank)
-        return {
-            "rank": str(rank),
-            "device": info["device"],
-            "state": state,
-            "memory": "" if used is None else format_bytes(used),
-            "pid": str(info["pid"]),
-            "host": info["host"],
-        }
+        assert self._live is not None
+        return self._live
 
 
 def check_syntax(source: str) -> str:

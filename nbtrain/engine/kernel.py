@@ -2,151 +2,28 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import math
 import pickle
 import signal
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from ipykernel.displayhook import ZMQShellDisplayHook
-from ipykernel.zmqshell import ZMQInteractiveShell
 from ipyparallel.engine.kernel import IPythonParallelKernel
 from ipyparallel.serialize import deserialize_object
-from IPython.core.error import UsageError as MagicUsageError
 from traitlets import Any as AnyTrait
 from traitlets import Type
 
-from nbtrain.engine import debugger, exhaustion, groups, guard, prompts, recorder, tracebacks, trail
+from nbtrain.engine import debugger, groups, prompts, tracebacks, trail
+from nbtrain.engine.control import CONTROL
+from nbtrain.engine.shell import RankShell
 from nbtrain.errors import UsageError
 from nbtrain.parallel import cell
 
 DEAF_S = 0.25  # less than the time after which the session interrupts again
 KEPT_VALUES = 32  # of cells that nobody waits for, until their handles are asked
-
-
-class RankDisplayHook(ZMQShellDisplayHook):
-    """Keeps the value of a cell's last expression, also where a semicolon mutes its display."""
-
-    value: Any = None
-
-    def __call__(self, result: Any = None) -> None:
-        self.value = result
-        super().__call__(result)
-
-
-class RankShell(ZMQInteractiveShell):
-    """A shell that keeps an error as data instead of printing its traceback.
-
-    The notebook shows each distinct error once, with the ranks that share it, so no rank formats its own.
-    """
-
-    displayhook_class = Type(RankDisplayHook)
-    failure: dict[str, Any] | None = None
-    cell_label: tuple[str, int] = ("", 0)
-    cut_short: BaseException | None = None
-    cell_number = 0
-    last_error: dict[str, Any] | None = None  # what `debug` looks for
-
-    @property
-    def debugger_cls(self) -> type[debugger.RankDebugger]:
-        return debugger.RankDebugger
-
-    def debugger(self, force: bool = False) -> None:
-        """``%debug``."""
-        if force or self.call_pdb:
-            debugger.post_mortem()
-
-    def let_go(self) -> None:
-        """Drop what the frames of a cell hold that was interrupted, or for which the memory did not suffice.
-
-        A loader's iterator among them, whose workers end with it, and the tensors that filled the memory.
-        """
-        if self.cut_short is None:
-            return
-        error, self.cut_short = self.cut_short, None
-        traceback.clear_frames(error.__traceback__)
-        if self.last_execution_result is not None:
-            self.last_execution_result.error_in_exec = None
-        if exhaustion.is_out_of_memory(error):
-            error.__traceback__ = None
-            exhaustion.give_back()
-
-    def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
-        """IPython would format the traceback for its history, slowly, and keep the frames."""
-        return {"ename": type(exception).__name__, "evalue": "", "traceback": []}
-
-    def init_display_formatter(self) -> None:
-        super().init_display_formatter()
-        remember = self.compile.cache
-
-        def cache(*args: Any, **kwargs: Any) -> str:
-            name: str = remember(*args, **kwargs)
-            label, offset = self.cell_label
-            tracebacks.CELLS[name] = (label, 0)
-            tracebacks.pad(name, offset)
-            return name
-
-        self.compile.cache = cache
-        self.ast_transformers.append(_CellLines(self))
-
-    async def run_code(self, code_obj: Any, *args: Any, **kwargs: Any) -> bool:
-        trail.trail.statement(code_obj)
-        failed: bool = await super().run_code(code_obj, *args, **kwargs)
-        return failed
-
-    def ask_exit(self) -> None:
-        """``exit`` and ``quit`` in a cell: the rank would die, and what it holds with it."""
-        raise UsageError("a rank does not end from a cell; to end all of them type %distributed stop")
-
-    def init_hooks(self) -> None:
-        super().init_hooks()
-        self.set_hook("show_in_pager", lambda _shell, text, *_, **__: print(_plain(text)), priority=0)
-
-    def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:
-        self._record(exc_tuple)
-        if self.call_pdb and self.cut_short is None:  # %pdb on
-            debugger.post_mortem()
-
-    def showsyntaxerror(self, *_: Any, **__: Any) -> None:
-        self._record(None)
-
-    def show_usage_error(self, exc: MagicUsageError) -> None:
-        self._record((type(exc), exc, exc.__traceback__))
-
-    def _record(self, exc_tuple: Any) -> None:
-        kind, value, trace = exc_tuple or sys.exc_info()
-        if kind is None or value is None or self.failure is not None:
-            return  # IPython may fail over the text of the first error; the first is the cell's
-        sys.stdout.flush()  # what was printed before the error is shown before it
-        sys.stderr.flush()
-        if issubclass(kind, KeyboardInterrupt) or exhaustion.is_out_of_memory(value):
-            self.cut_short = value
-        else:
-            sys.last_type, sys.last_value, sys.last_traceback = kind, value, trace  # %debug reads these
-        self.failure = tracebacks.describe(value, consequence=groups.was_freed())
-        self._last_traceback = [kind.__name__]
-        if self.cut_short is None:
-            self.last_error = {
-                "cell": self.cell_number,
-                "time": self.failure["time"],
-                "consequence": self.failure["consequence"],
-            }
-
-
-class _CellLines:
-    """Numbers a cell's lines as the notebook does, for errors, warnings and debuggers alike."""
-
-    def __init__(self, shell: RankShell) -> None:
-        self.shell = shell
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        return ast.increment_lineno(node, self.shell.cell_label[1])
 
 
 class _NoShellThread:
@@ -295,11 +172,6 @@ def packed(value: Any) -> list[Any]:
     return [data, *(buffer.raw() for buffer in large)]
 
 
-def _plain(text: Any) -> str:
-    """What ``name?`` would show in a pager: a rank has none."""
-    return str(text.get("text/plain", "")) if isinstance(text, dict) else str(text)
-
-
 def _explained(error: BaseException) -> BaseException:
     """An error that says what to type, where pickle names only what it did not find."""
     if isinstance(error, AttributeError) and "on <module '__main__'" in str(error):
@@ -308,39 +180,3 @@ def _explained(error: BaseException) -> BaseException:
             "with %%distributed --local"
         )
     return error
-
-
-def complete(kernel: RankKernel, code: str, cursor: int) -> dict[str, Any]:
-    """Completions of ``code`` at ``cursor`` from the rank's namespace."""
-    reply: dict[str, Any] = kernel.do_complete(code, cursor)
-    return reply
-
-
-def where(kernel: RankKernel) -> dict[str, Any]:
-    """The line that the main thread runs now, the collectives that it waits in, and whether it ``asks`` a person."""
-    return {
-        **tracebacks.current_line(),
-        "pending": recorder.pending(),
-        "activity": "guard" if guard.waiting() else "",
-        "asks": prompts.standing(),
-    }
-
-
-def free(kernel: RankKernel) -> bool:
-    """Cut the main thread out of the collective that it waits in."""
-    return groups.free()
-
-
-def pending(kernel: RankKernel) -> list[dict[str, Any]]:
-    """The collectives that this rank waits in."""
-    return recorder.pending()
-
-
-def last_error(kernel: RankKernel) -> dict[str, Any] | None:
-    """When the last error of a cell was, and in which; None if there was none."""
-    return kernel.shell.last_error
-
-
-CONTROL: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (complete, where, free, pending, last_error, prompts.answer)
-}
