@@ -172,13 +172,12 @@ def _render_frame(frame: dict[str, Any]) -> list[str]:
     function = f" in {frame['function']}" if frame["function"] not in ("<module>", "") else ""
     times = f", {frame['times']} times" if frame.get("times", 1) > 1 else ""
     lines = [f"  {_where(frame)}{function}{times}"]
-    width = len(str(frame["number"] + 1 + frame.get("offset", 0)))
+    width = len(str(frame["number"] + 1))
     for number, text in frame["around"]:
-        shown = number + frame.get("offset", 0)
         if number == frame["number"]:
-            lines.append(f"{_BOLD}  --> {shown:>{width}} {text}{_OFF}")
+            lines.append(f"{_BOLD}  --> {number:>{width}} {text}{_OFF}")
         elif text:
-            lines.append(f"      {shown:>{width}} {text}")
+            lines.append(f"      {number:>{width}} {text}")
     return lines
 
 
@@ -193,7 +192,6 @@ def _fold(frames: list[dict[str, Any]]) -> list[str]:
 
 
 def _where(frame: dict[str, Any]) -> str:
-    number = frame["number"] + frame.get("offset", 0)
     if frame["kind"] == "cell":
-        return f"{frame.get('cell') or 'the cell'}, line {number}"
-    return f"{frame['file']}:{number}"
+        return f"{frame.get('cell') or 'the cell'}, line {frame['number']}"
+    return f"{frame['file']}:{frame['number']}"

@@ -162,7 +162,7 @@ def _wait(entry: Mapping[str, Any]) -> Wait:
 
 
 def _where(frame: Mapping[str, Any]) -> str:
-    number = frame["number"] + frame["offset"]
+    number = frame["number"]
     return f"{frame['cell'] or 'the cell'}, line {number}" if frame["kind"] == "cell" else f"{frame['file']}:{number}"
 
 

@@ -181,7 +181,7 @@ def require_input(what: str) -> None:
 def first_failed(errors: dict[int, dict[str, Any] | None]) -> int | None:
     """The rank that failed first in the last cell in which any did; None if none has.
 
-    ``errors`` is by rank what `nbtrain.engine.kernel.last_error` gives.
+    ``errors`` is by rank what `nbtrain.engine.control.last_error` gives.
     """
     found = {rank: error for rank, error in errors.items() if error}
     if not found:

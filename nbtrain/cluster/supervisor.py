@@ -109,6 +109,4 @@ class Supervisor:
         """Where a rank is, for a sentence; empty if it does not say."""
         answer = self.members.ask(rank, "where", 1.0)
         at = answer and answer["cell"]
-        return (
-            f" at {at['cell'] or 'the cell'}, line {at['number'] + at['offset']} ({at['line'].strip()})" if at else ""
-        )
+        return f" at {at['cell'] or 'the cell'}, line {at['number']} ({at['line'].strip()})" if at else ""

@@ -22,7 +22,7 @@ def last_line(path: Path) -> str:
         return ""
     number = _crashed_at(data[RECORD_BYTES:].decode(errors="replace"), record["file"])
     text = f": {record['line']}" if record["line"] and number in (None, record["number"]) else ""
-    return f"{record['cell'] or 'the cell'}, line {(number or record['number']) + record['offset']}{text}"
+    return f"{record['cell'] or 'the cell'}, line {number or record['number']}{text}"
 
 
 def _record(data: bytes) -> dict[str, Any] | None:

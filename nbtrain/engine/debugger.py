@@ -42,7 +42,7 @@ class RankDebugger(upstream.Pdb):
         """A cell by the notebook's name for it, not by the temporary file that Python knows."""
         text = super().format_stack_entry(frame_lineno, lprefix)
         file = frame_lineno[0].f_code.co_filename
-        label = tracebacks.CELLS.get(file, ("", 0))[0]
+        label = tracebacks.CELLS.get(file, "")
         return str(text.replace(self.canonic(file), label) if label else text)
 
     def stop_here(self, frame: FrameType) -> bool:

@@ -48,6 +48,7 @@ ENGINE_MODULES = (
     "nbtrain.engine.calls",
     "nbtrain.parallel.parallelize",
     "nbtrain.parallel.trainer",
+    "nbtrain.parallel.heal",
     "nbtrain.parallel.loader",
     "nbtrain.telemetry.progress",
     "torch._dynamo",  # the first optimizer imports it: 1.4 s and 40 MB on each of four ranks

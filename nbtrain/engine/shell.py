@@ -74,7 +74,7 @@ class RankShell(ZMQInteractiveShell):
         def cache(*args: Any, **kwargs: Any) -> str:
             name: str = remember(*args, **kwargs)
             label, offset = self.cell_label
-            tracebacks.CELLS[name] = (label, 0)
+            tracebacks.CELLS[name] = label
             tracebacks.pad(name, offset)
             return name
 

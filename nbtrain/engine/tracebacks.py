@@ -39,8 +39,8 @@ _SPOTS = tuple(
 )
 MAX_MESSAGE = 4000  # characters of an exception's text
 
-# What the notebook calls a cell's file, and what must be added to Python's line numbers to get the cell's.
-CELLS: dict[str, tuple[str, int]] = {}
+# What the notebook calls a cell's file. Its line numbers are the notebook's: see `nbtrain.engine.shell`.
+CELLS: dict[str, str] = {}
 
 
 def describe(error: BaseException, *, consequence: bool = False) -> dict[str, Any]:
@@ -165,15 +165,13 @@ def _text(error: BaseException) -> str:
 def source_line(file: str, line_number: int, function: str) -> dict[str, Any]:
     """A line of source as data."""
     whose = kind(file)
-    label, offset = CELLS.get(file, ("", 0))
     around = range(line_number - 1, line_number + 2) if whose != "library" else (line_number,)
     return {
         "file": file,
         "number": line_number,
         "function": function,
         "kind": whose,
-        "cell": label,
-        "offset": offset,
+        "cell": CELLS.get(file, ""),
         "line": linecache.getline(file, line_number).rstrip(),
         "around": [[n, linecache.getline(file, n).rstrip()] for n in around if n > 0],
     }

@@ -78,7 +78,7 @@ class Trail:
     def _write(self, line: dict[str, Any] | None) -> None:
         if self._file is None:
             return
-        record = line and {key: line[key] for key in ("file", "number", "cell", "offset")}
+        record = line and {key: line[key] for key in ("file", "number", "cell")}
         if record and line:
             record["line"] = line["line"].strip()[:MAX_LINE]
         data = json.dumps(record).encode()[: RECORD_BYTES - 1].ljust(RECORD_BYTES - 1) + b"\n"
