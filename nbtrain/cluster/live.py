@@ -20,7 +20,7 @@ from nbtrain.cluster.output import CellOutput, Publisher
 from nbtrain.cluster.ranks import compact, parse
 from nbtrain.cluster.replay import Replay
 from nbtrain.cluster.report import Healing, Status
-from nbtrain.cluster.supervisor import INTERRUPT_GRACE_S, Supervisor
+from nbtrain.cluster.supervisor import Supervisor
 from nbtrain.errors import (
     BusyError,
     CellInterrupted,
@@ -35,7 +35,6 @@ from nbtrain.interrupts import uninterrupted
 from nbtrain.plan import Plan
 from nbtrain.plan.footprint import format_bytes
 
-SECOND_GRACE_S = 0.5  # what ranks get after a second interrupt: they may be on their way back
 GUARD_MODES = ("cells", "on", "off")
 LISTENED_CELLS = 200  # so many ended cells still show what their threads print
 
@@ -173,9 +172,12 @@ class LiveRanks:
         """Interrupt a cell; what came of it. Ranks that answer neither this nor an earlier interrupt are replaced."""
         again = cell.interrupted
         try:
-            self._supervisor.end(cell, SECOND_GRACE_S if again else INTERRUPT_GRACE_S)
+            if not again:
+                self._supervisor.end(cell)
         except KeyboardInterrupt:
-            again = not cell.wait(SECOND_GRACE_S)
+            again = True
+        if again:
+            self._supervisor.end_hard(cell)
         stuck = set(cell.running) if again else set()
         wanted, self._wanted_restarts = stuck | (self._wanted_restarts & set(cell.ranks)), set()
         if not wanted:

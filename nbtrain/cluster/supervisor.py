@@ -18,6 +18,7 @@ DEAD_S = 0.1  # while another has died
 PYTHON_GRACE_S = 0.3  # Python code answers SIGINT in well under this
 # A rank that was stopped (SIGSTOP, a debugger) hears nothing before it goes on.
 _INTERRUPT = [signal.SIGINT, *([signal.SIGCONT] if hasattr(signal, "SIGCONT") else [])]
+SECOND_GRACE_S = 0.5  # what a rank gets after a second interrupt, and to say where it is
 INTERRUPT_GRACE_S = 3.0  # and a rank that was cut out of a collective well under this
 
 
@@ -61,6 +62,16 @@ class Supervisor:
             self.members.free(cell.running)
             self._interrupt(cell.running)  # again: the first may have fallen where Python drops exceptions
         cell.output.publish(final=cell.done)
+
+    def end_hard(self, cell: Cell) -> None:
+        """`end` for ranks that are replaced next: brief with those that are deaf, patient with those on their way."""
+        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        while not cell.done and time.monotonic() < deadline:
+            self.end(cell, SECOND_GRACE_S)
+            running = cell.running
+            answers = self.members.ask_all(running, "where", SECOND_GRACE_S)
+            if all(answers.get(rank) is None for rank in running):
+                return
 
     def verdict(self, cell: Cell) -> str:
         """What became of a cell that was ended, in a sentence."""
