@@ -274,9 +274,9 @@ def _absent(one: Look) -> str:
     return {
         "dead": f"dead ({one.about}){at}",
         "silent": "no answer, as it is stopped or holds the interpreter in C code",
-        "finished": f"it has left {one.about} early, without this collective",
-        "failed": f"it has failed in {one.about}",
-    }.get(one.state, "idle, it does not run this cell")
+        "finished": f"left {one.about} early, without this collective",
+        "failed": f"failed in {one.about}",
+    }.get(one.state, "idle, not running this cell")
 
 
 def _grouped(pairs: Iterable[tuple[Any, int]]) -> dict[Any, list[int]]:

@@ -99,7 +99,8 @@ class Healing:
         own = [self.reports[rank] for rank in self.ranks]
         healed = _union(report["healed"] for report in own)
         if healed:
-            lines.append(f"{', '.join(healed)}: as if nothing had happened")
+            go = "goes" if len(healed) == 1 else "go"
+            lines.append(f"{', '.join(healed)} {go} on as if nothing had happened")
         lost = {name: reason for report in own for name, reason in report["lost"].items()}
         lines += [f"{name} is lost: {reason}" for name, reason in lost.items()]
         missing = _union(report["missing"] for report in own)

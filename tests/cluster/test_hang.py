@@ -24,11 +24,11 @@ def waits(rank: int, *those: Wait, place: str = "Cell In[7], line 3: dist.all_re
 ABSENT = {
     "still computing at Cell In[7], line 2: f(x)": Look(2, "runs", "Cell In[7]", 1.0, "Cell In[7], line 2: f(x)"),
     "waiting for its data in next(loader) at here": Look(2, "runs", "Cell In[7]", 1.0, "here", "next(loader)"),
-    "it has left Cell In[7] early, without this collective": Look(2, "finished", "Cell In[7]"),
-    "it has failed in Cell In[7]": Look(2, "failed", "Cell In[7]"),
+    "left Cell In[7] early, without this collective": Look(2, "finished", "Cell In[7]"),
+    "failed in Cell In[7]": Look(2, "failed", "Cell In[7]"),
     "dead (SIGKILL)": Look(2, "dead", "SIGKILL"),
     "no answer, as it is stopped or holds the interpreter in C code": Look(2, "silent", "Cell In[7]"),
-    "idle, it does not run this cell": Look(2, "idle"),
+    "idle, not running this cell": Look(2, "idle"),
 }
 
 

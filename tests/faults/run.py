@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import matrix
 import peers

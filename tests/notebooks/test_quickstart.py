@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
-import nbformat
+import executed
 import pytest
-from nbclient import NotebookClient
+from executed import shown
 
-PATH = Path(__file__).parents[2] / "notebooks" / "00_quickstart.ipynb"
+NAME = "00_quickstart.ipynb"
 
 
 @pytest.fixture(scope="module")
 def cells() -> list[Any]:
-    notebook = nbformat.read(PATH, as_version=4)
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(PATH.parent)}})
-    client.execute()
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def shown(cells: list[Any], marker: str) -> str:
-    """All text that the cell with ``marker`` in its source has published."""
-    (cell,) = [cell for cell in cells if marker in cell.source]
-    parts = []
-    for output in cell.outputs:
-        if output.output_type == "stream":
-            parts.append(output.text)
-        elif output.output_type == "error":
-            parts.append(re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output.traceback)))
-        else:
-            parts.append(output.data.get("text/plain", ""))
-    return "\n".join(parts)
+    return executed.run(NAME)
 
 
 def test_it_is_stored_clean() -> None:
-    for cell in nbformat.read(PATH, as_version=4).cells:
-        if cell.cell_type == "code":
-            assert cell.execution_count is None
-            assert cell.outputs == []
+    assert executed.is_stored_clean(NAME)
 
 
 @pytest.mark.timeout(300)
