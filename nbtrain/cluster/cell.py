@@ -243,6 +243,8 @@ class Handle:
         if not self.done:
             bar = f", {self.progress}" if self.progress else ""
             return f"{ranks_text(self._cell.running)} running for {spent}{bar}"
+        if self._cell.interrupted:
+            return f"interrupted after {spent}"
         return f"failed after {spent}" if self._cell.error() else f"done in {spent}"
 
 
