@@ -28,9 +28,9 @@ class Cell:
         name: str = "",
         label: str = "",
         *,
-        alone: bool = True,
+        world_size: int,
     ) -> None:
-        self._alone = alone  # no rank of the session is outside the cell
+        self._world_size = world_size
         self.ranks = list(ranks)
         self.output = output
         self.number = number
@@ -152,7 +152,7 @@ class Cell:
         others = [rank for rank in self.ranks if rank not in self.deaths]
         own = "its" if len(others) == 1 else "their"
         kept = f" {ranks_text(others).capitalize()} kept {own} state." if others else ""
-        advice = replace_advice(self.deaths) if others or not self._alone else "type %distributed restart"
+        advice = replace_advice(self.deaths, self._world_size)
         if all(death.replaced for death in self.deaths.values()):
             advice = "run the cell again"
         return RankDiedError(f"{how} while it ran this cell.{kept} {advice[0].upper()}{advice[1:]}")
@@ -168,7 +168,7 @@ class Handle:
         self,
         cell: Cell,
         watch: Callable[[float | None], bool],
-        interrupt: Callable[[], object],
+        interrupt: Callable[[], str],
         values: Callable[[], list[Any]],
     ) -> None:
         self._cell = cell
@@ -209,9 +209,9 @@ class Handle:
             self._result = self._values()
         return self._result
 
-    def interrupt(self) -> None:
-        """Interrupt the ranks that still run the cell."""
-        self._interrupt()
+    def interrupt(self) -> str:
+        """Interrupt the ranks that still run the cell; what came of it."""
+        return self._interrupt()
 
     def follow(self, show: Callable[[], None]) -> None:
         """Call ``show`` each second while the cell runs and once when it has ended, from another thread."""

@@ -98,7 +98,10 @@ class RankClient(ipp.Client):
         message = self.session.msg("nbtrain_call", content={"name": name})
         answer: Future[Any] = Future()
         self._calls[message["header"]["msg_id"]] = (rank, answer)
-        self._post(message, rank, buffers)
+        try:
+            self._post(message, rank, buffers)
+        except ConnectionError as gone:
+            answer.set_exception(gone)
         return answer
 
     def ask(self, rank: int, name: str, **args: Any) -> Future[Any]:
@@ -139,7 +142,8 @@ class RankClient(ipp.Client):
         for identity, (owner, answer) in list(self._calls.items()):
             if owner == rank:
                 del self._calls[identity]
-                answer.set_exception(ConnectionError(reason))
+                if not answer.done():
+                    answer.set_exception(ConnectionError(reason))
         for identity, (owner, _) in list(self._listeners.items()):
             if owner == rank:
                 self._listeners.pop(identity, None)
@@ -149,7 +153,9 @@ class RankClient(ipp.Client):
         self._listeners.pop(identity, None)
 
     def _identity(self, rank: int) -> bytes:
-        identity: str = self._engines[rank]
+        identity: str | None = self._engines.get(rank)
+        if identity is None:
+            raise ConnectionError(f"rank {rank} is not connected")
         return identity.encode()
 
     def _post(self, message: dict[str, Any], rank: int, buffers: Any = None) -> None:
@@ -157,9 +163,8 @@ class RankClient(ipp.Client):
         # reply then lies there until something else comes (libzmq's descriptor is edge-triggered).
         if self._closed:
             raise OSError("the session's connections are closed")
-        self._io_loop.add_callback(
-            lambda: self.session.send(self._mux_stream, message, ident=self._identity(rank), buffers=buffers)
-        )
+        ident = self._identity(rank)
+        self._io_loop.add_callback(lambda: self.session.send(self._mux_stream, message, ident=ident, buffers=buffers))
 
     def _on_execute_reply(self, message: dict[str, Any]) -> None:
         entry = self._listeners.get(message["parent_header"].get("msg_id"))

@@ -6,7 +6,7 @@ A failure is the plain data that `nbtrain.engine.tracebacks.describe` makes on a
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,17 @@ class Death:
         return f"rank {rank} was replaced{place}" if self.replaced else f"rank {rank} died ({self.how}){place}"
 
 
-def replace_advice(ranks: Iterable[int]) -> str:
-    """What to type when ranks have died."""
+def replace_advice(ranks: Collection[int], world_size: int) -> str:
+    """What to type when ``ranks`` have died."""
+    if len(ranks) == world_size:
+        return "type %distributed restart to start again"
     return f"type %distributed restart --ranks {compact(ranks)} --replay to replace what died"
 
 
-def exit_text(code: int | None) -> str:
+def exit_text(code: int | str | None) -> str:
     """How a process ended: "SIGKILL" or "exit code 3"."""
+    if isinstance(code, str):
+        return code
     if code is None:
         return "its process is gone"
     if code < 0:

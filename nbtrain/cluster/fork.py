@@ -29,7 +29,12 @@ class ForkLaunch:
         self._on_exit = on_exit
         self._folder = folder
         self._ranks: dict[int, Future[int]] = {}
-        self._server = ForkServer(folder, request.common_environment(), self._exited)
+        self._server = ForkServer(
+            folder,
+            request.common_environment(),
+            self._exited,
+            self._server_ended,
+        )
         try:
             self._server.fork("controller", "nbtrain.engine.forkserver:run_controller", controller_argv(folder))
             self._server.preload()
@@ -80,3 +85,13 @@ class ForkLaunch:
         kind, _, number = name.partition("-")
         if kind == "rank":
             self._on_exit(int(number), code)
+        elif kind == "controller":
+            self._lost("the controller ended, by which ranks are reached")
+
+    def _server_ended(self) -> None:
+        self._lost("the fork server ended, and with it all ranks")
+
+    def _lost(self, how: str) -> None:
+        """No rank can be reached any more."""
+        for rank in self._ranks:
+            self._on_exit(rank, how)

@@ -23,11 +23,19 @@ MODULE = "nbtrain.engine.forkserver"
 class ForkServer:
     """A fresh process that forks engines. It ends, with its children, when this process does."""
 
-    def __init__(self, runtime: Path, env: dict[str, str], on_exit: Callable[[str, int, int], None]) -> None:
+    def __init__(
+        self,
+        runtime: Path,
+        env: dict[str, str],
+        on_exit: Callable[[str, int, int], None],
+        on_end: Callable[[], None],
+    ) -> None:
         self.log = runtime / "forkserver.log"
         self.runtime = runtime
         self.ready: Future[dict[str, Any]] = Future()
         self._on_exit = on_exit
+        self._on_end = on_end
+        self._stopping = False
         self._forked: dict[str, Future[int]] = {}
         self._link, theirs = socket.socketpair()
         with theirs, self.log.open("ab") as log:
@@ -57,6 +65,7 @@ class ForkServer:
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the server and all its children, and wait until they are gone."""
+        self._stopping = True
         if self.process.poll() is None:
             with contextlib.suppress(StartError):  # it has ended by itself
                 self._send(op="shutdown")
@@ -94,6 +103,8 @@ class ForkServer:
         for future in waiting:
             if not future.done():
                 future.set_exception(gone)
+        if not self._stopping:
+            self._on_end()
 
     def _heard(self, kind: str, event: dict[str, Any]) -> None:
         if kind == "ready":

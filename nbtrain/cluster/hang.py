@@ -80,10 +80,12 @@ def where(members: Members, headline: str, cells: Sequence[Cell]) -> Where:
     return described(look(members, cells, ASK_S), headline, members.world_size)
 
 
-def described(looks: Sequence[Look], headline: str, world_size: int) -> Where:
-    """``looks`` as a table, what they mean, and what to do about it."""
+def described(looks: Sequence[Look], headline: str, world_size: int, *, advice: bool = True) -> Where:
+    """``looks`` as a table, what they mean, and with ``advice`` what to do about it."""
     columns = ("rank", "state", "line", "waits in")
-    return Where(headline, columns, rows(looks, world_size), tuple(diagnose(looks)), tuple(advise(looks)))
+    return Where(
+        headline, columns, rows(looks, world_size), tuple(diagnose(looks)), tuple(advise(looks) if advice else ())
+    )
 
 
 def look(members: Members, cells: Sequence[Cell], timeout: float) -> list[Look]:
@@ -125,7 +127,7 @@ def advise(looks: Sequence[Look]) -> list[str]:
         advice.append("To end it: Kernel > Interrupt, or %distributed interrupt; the ranks keep their state.")
     gone = [one.rank for one in looks if one.state in ("dead", "silent")]
     if gone:
-        advice.append(f"To replace {ranks_text(gone)}: %distributed restart --ranks {compact(gone)}")
+        advice.append(f"To replace {ranks_text(gone)}: %distributed restart --ranks {compact(gone)} --replay")
     return advice
 
 

@@ -61,7 +61,7 @@ class HangWatch:
         with self._lock:
             case = self._cases.get(cell.number)
             if case is not None:
-                self._show(case, looks, f"Not done after {cell.seconds:.0f} s:")
+                self._show(case, looks, f"Not done after {cell.seconds:.0f} s:", over=True)
 
     def close(self, cell: Cell) -> None:
         """The cell has ended: what its card says is the past."""
@@ -118,11 +118,11 @@ class HangWatch:
     def _look(self) -> list[Look]:
         return hang.look(self._members, [case.cell for case in list(self._cases.values())], ASK_S)
 
-    def _show(self, case: _Case, looks: Sequence[Look], headline: str) -> None:
+    def _show(self, case: _Case, looks: Sequence[Look], headline: str, *, over: bool = False) -> None:
         if case.card is None:
             case.card = Card(case.cell.output.sink, self._ask)
             case.hung_since = case.cell.heard
-        where = hang.described(looks, headline, self._members.world_size)
+        where = hang.described(looks, headline, self._members.world_size, advice=not over)
         case.said = " ".join(where.findings) or "No rank waited for another."
         case.card.show(where, hang.absent(looks))
 

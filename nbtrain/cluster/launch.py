@@ -71,8 +71,8 @@ class Request:
         }
 
 
-# rank, and its process's exit code where that is known
-OnExit = Callable[[int, int | None], None]
+# rank, and how its process ended: an exit code, words, or None where that is not known
+OnExit = Callable[[int, int | str | None], None]
 
 
 class ForkUnsafe(StartError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import threading
 import time
 from collections import deque
@@ -11,7 +12,7 @@ from typing import Any
 
 from nbtrain.cluster import hang, sinks
 from nbtrain.cluster.cell import Cell, Handle
-from nbtrain.cluster.failures import Death, ranks_text, replace_advice
+from nbtrain.cluster.failures import Death, ranks_text
 from nbtrain.cluster.hang import Where
 from nbtrain.cluster.hangwatch import HangWatch
 from nbtrain.cluster.members import Members
@@ -116,7 +117,10 @@ class LiveRanks:
         targets = parse(spec, members.world_size)
         for rank in targets:
             if rank in members.dead:
-                raise RankDiedError(f"{members.dead[rank].told(rank)}; {replace_advice(members.dead)}")
+                raise RankDiedError(f"{members.dead[rank].told(rank)}; {members.replace_advice()}")
+            if rank in members.newcomers:
+                again = f"%distributed restart --ranks {compact(members.newcomers)} --replay"
+                raise SessionError(f"rank {rank} is new and does not yet hold what it should; type {again} once more")
         return targets
 
     def send(
@@ -138,14 +142,17 @@ class LiveRanks:
         assert members.client is not None
         self.num_cells += 1
         output = CellOutput(targets, sinks.current(), members.folder / f"output-of-cell-{self.num_cells}.txt")
-        cell = Cell(
-            targets, output, self._publisher, self.num_cells, name, label, alone=len(targets) == self.members.world_size
-        )
+        size = members.world_size
+        cell = Cell(targets, output, self._publisher, self.num_cells, name, label, world_size=size)
         cell.prompts.open(members.answer, attended=attended)
         about = {"number": cell.number, "label": label, "offset": offset, "keep": keep, "ranks": targets}
         with uninterrupted():  # a cell that only some ranks got would never end
             self.cells.append(cell)
-            cell.requests = [members.client.execute(rank, source, cell, about) for rank in targets]
+            for rank in targets:
+                with contextlib.suppress(ConnectionError):  # it died just now: its death is told below
+                    cell.requests.append(members.client.execute(rank, source, cell, about))
+        for rank in set(targets) & set(members.dead):
+            cell.on_death(rank, members.dead[rank])
         self._hangs.watch(cell)
         return cell
 
@@ -223,9 +230,7 @@ class LiveRanks:
     def replace(self, ranks: Iterable[int], replay: bool) -> None:
         """New processes for ``ranks``, and for those that have died besides; what they held, as far as it can be."""
         members = self.members
-        wanted = sorted({*ranks, *members.dead})
-        if len(wanted) == self.members.world_size:
-            raise SessionError("no rank would keep anything; type %distributed restart to start again")
+        wanted = sorted({*ranks, *members.dead, *members.newcomers})
         for cell in set(self.busy().values()):
             if not set(cell.running) <= set(wanted):
                 self._supervisor.end(cell)
@@ -234,7 +239,11 @@ class LiveRanks:
         try:
             members.replace(wanted)
             notes: list[str] = []
-            reports = members.heal(lambda rank: notes.extend(self._define(rank, replay)))
+            reports: list[dict[str, Any]] = []
+            if len(wanted) == members.world_size:
+                members.renew(lambda rank: notes.extend(self._define(rank, replay)))
+            else:
+                reports = members.heal(lambda rank: notes.extend(self._define(rank, replay)))
         except KeyboardInterrupt:
             self._supervisor.end_call()
             again = f"%distributed restart --ranks {compact(wanted)}"
@@ -254,7 +263,7 @@ class LiveRanks:
     def _mend_groups(self) -> None:
         """Form the session's groups again where ranks were cut out of them or a cell has destroyed them."""
         members = self.members
-        if self.busy() or members.dead or not members.groups_lost:
+        if self.busy() or members.dead or members.newcomers or not members.groups_lost:
             return
         with self._supervisor.interruptible():
             members.rejoin()

@@ -95,6 +95,8 @@ class Members:
         except (TypeError, ValueError, AttributeError, PickleError) as problem:
             raise UsageError(f"{name}: a value cannot be sent to the ranks: {problem}") from problem
         self._unanswered = answers
+        for rank in set(answers) & set(self.dead):  # it died while this was sent
+            client.abandon(rank, f"{self.dead[rank].told(rank)}; {self.replace_advice()}")
         self._wait_for(answers)
         try:
             return [answer.result() for answer in answers.values()]
@@ -128,17 +130,17 @@ class Members:
         assert self._launch is not None
         client, launched = self._need_client(), self._launch
         launched.require_replaceable()
-        self._end(ranks)
-        with Arrivals(client) as arrivals:
+        with uninterrupted(), Arrivals(client) as arrivals:  # a rank is dead, or new: never in between
+            self._end(ranks)
             for rank in ranks:
                 client.unregister(rank)
             arrivals.wait_until_gone(ranks)
             for rank in ranks:
                 launched.replace(rank)
                 self.dead.pop(rank)
+            self.processes = launched.processes()
+            self.newcomers = tuple(sorted({*self.newcomers, *ranks}))
             arrivals.wait_for(ranks, lambda: self._check_started(ranks))
-        self.processes = launched.processes()
-        self.newcomers = tuple(sorted({*self.newcomers, *ranks}))
         self.call("prepare", ranks, **self._preparations())
 
     def heal(self, define: Callable[[int], None]) -> list[dict[str, Any]]:
@@ -155,6 +157,19 @@ class Members:
         reports = self.call("heal", range(self.world_size), newcomers)
         self.newcomers = ()
         return reports
+
+    def replace_advice(self) -> str:
+        """What to type now that ranks have died."""
+        return replace_advice(self.dead, self.world_size)
+
+    def renew(self, define: Callable[[int], None]) -> None:
+        """`heal` where nothing is left: all ranks are new."""
+        everyone = range(self.world_size)
+        self._generation += 1
+        self.info = self.call("join", everyone, generation=f"renew{self._generation}", **self._preparations())
+        self.newcomers, self.groups_lost = (), False
+        for rank in everyone:
+            define(rank)
 
     def _survivors(self) -> list[int]:
         survivors = [rank for rank in range(self.world_size) if rank not in (*self.newcomers, *self.dead)]
@@ -300,16 +315,16 @@ class Members:
             raise StartError("the ranks are still starting")
         return self.client
 
-    def _exited(self, rank: int, code: int | None) -> None:
-        if self._stopping:
+    def _exited(self, rank: int, code: int | str | None) -> None:
+        if self._stopping or rank in self.dead:
             return
         death = self._death(rank, code)
         self.dead[rank] = death
         if self.client is not None:
-            self.client.abandon(rank, f"{death.told(rank)}; {replace_advice([rank])}")
+            self.client.abandon(rank, f"{death.told(rank)}; {self.replace_advice()}")
         self._on_death(rank, death)
 
-    def _death(self, rank: int, code: int | None) -> Death:
+    def _death(self, rank: int, code: int | str | None) -> Death:
         how = exit_text(code)
         if how == "SIGKILL" and self._memory.ran_out():
             how = "SIGKILL: the memory of this machine or container ran out"

@@ -30,6 +30,7 @@ NOBODY = (
 )
 
 
+STAY_S = 0.4  # with a rank whose debugger has asked: time to ask again
 SETTLE_S = 0.05  # after a prompt, for those of other ranks
 _OWN = re.compile(r"i?pdb> |\(Pdb\) |>>> |\.\.\. |In : ")  # prompts that say by themselves what they are
 
@@ -50,9 +51,14 @@ class Prompt:
     password: bool
 
     @property
+    def is_own(self) -> bool:
+        """Whether the prompt says by itself what it is: a debugger's, or an interpreter's."""
+        return _OWN.fullmatch(self.text) is not None
+
+    @property
     def label(self) -> str:
         """What the person sees: whose prompt it is."""
-        return f"rank {self.rank} {self.text}" if _OWN.fullmatch(self.text) else f"rank {self.rank}> {self.text}"
+        return f"rank {self.rank} {self.text}" if self.is_own else f"rank {self.rank}> {self.text}"
 
 
 class Prompts:
@@ -67,6 +73,7 @@ class Prompts:
         self._reply: Reply | None = None
         self._standing: dict[int, Prompt] = {}
         self._num_waiting = 0
+        self._last: int | None = None  # the rank whose debugger the person is in
         self._lock = threading.RLock()
         self._asked: Prompt | None = None  # what the person reads now
         self._withdrawn = False
@@ -132,7 +139,17 @@ class Prompts:
                 if self._standing.get(prompt.rank) is prompt:
                     del self._standing[prompt.rank]
             self._send(prompt, **answer)
+            if prompt.is_own:
+                self._stay_with(prompt.rank)
         return time.monotonic() - began
+
+    def _stay_with(self, rank: int) -> None:
+        """A debugger asks again at once, unless it has let its rank go on: others that ask wait until then."""
+        self._last = rank
+        deadline = time.monotonic() + STAY_S
+        while rank not in self._standing and time.monotonic() < deadline:
+            if self.news.wait(SETTLE_S):
+                self.news.clear()
 
     def _ask(self, prompt: Prompt) -> dict[str, Any]:
         """The person's answer, as it is sent to the rank; none of use if the rank withdraws what it asks."""
@@ -151,7 +168,9 @@ class Prompts:
 
     def _next(self) -> Prompt | None:
         with self._lock:
-            return self._standing[min(self._standing)] if self._standing else None
+            if not self._standing:
+                return None
+            return self._standing[self._last if self._last in self._standing else min(self._standing)]
 
     def _leave(self) -> None:
         with self._lock:

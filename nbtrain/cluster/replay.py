@@ -80,7 +80,7 @@ def _is_name(target: ast.expr) -> bool:
 
 
 def _calls_nothing(value: ast.expr) -> bool:
-    return all(isinstance(part, _PLAIN) for part in ast.walk(value))
+    return isinstance(value, ast.Lambda) or all(isinstance(part, _PLAIN) for part in ast.walk(value))
 
 
 def _stands_alone(node: ast.stmt, lines: list[str]) -> bool:

@@ -96,7 +96,9 @@ class Healing:
     def __repr__(self) -> str:
         were = "was" if len(self.ranks) == 1 else "were"
         lines = [f"{ranks_text(self.ranks)} {were} replaced in {self.seconds:.1f} s", *self.notes]
-        own = [self.reports[rank] for rank in self.ranks]
+        if not self.reports:
+            lines.append("what the ranks held is gone")
+        own = [self.reports[rank] for rank in self.ranks if self.reports]
         healed = _union(report["healed"] for report in own)
         if healed:
             go = "goes" if len(healed) == 1 else "go"
@@ -106,7 +108,8 @@ class Healing:
         missing = _union(report["missing"] for report in own)
         if missing:
             where = f"%%distributed -r {compact(self.ranks)}"
-            lines.append(f"not there: {', '.join(missing)}; to have them, run their cells with {where}")
+            lines.append(f"not there: {', '.join(missing)}")
+            lines.append(f"  (run a cell that loads or computes with {where}; one in which ranks talk, on all ranks)")
         if not self.replayed:
             lines.append("with --replay, imports, functions and classes of earlier cells would be there too")
         return "\n".join(lines)

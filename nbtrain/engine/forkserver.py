@@ -215,6 +215,8 @@ def run_controller(argv: list[str]) -> None:
     """A child that is ipyparallel's controller."""
     from ipyparallel.controller.app import IPController
 
+    # its own child, which beats the hearts, must not outlive it
+    os.register_at_fork(after_in_child=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
     IPController.launch_instance(argv=argv)
 
 

@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from nbtrain.engine import fingerprint, tracebacks
 from nbtrain.engine.agreement import Agreement, Ledger
 from nbtrain.engine.fingerprint import Call
-from nbtrain.errors import CollectiveError
+from nbtrain.errors import CollectiveError, SessionError
 
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "all_gather_single", "all_gather_into_tensor"),
@@ -55,6 +55,7 @@ class _State:
     waiting: dict[str, Any] | None = None
     freed = False
     broken = False
+    called_at = 0.0  # when the call was begun that runs now; 0.0 without one
 
 
 _state = _State()
@@ -107,6 +108,11 @@ def intact() -> bool:
     return not _state.broken
 
 
+def held_s() -> float:
+    """For how long the call that runs now was called, the guard's own wait included; 0.0 without one."""
+    return time.time() - _state.called_at if _state.called_at else 0.0
+
+
 def waiting() -> list[dict[str, Any]]:
     """The call that this rank waits to begin, as `nbtrain.engine.recorder.pending` gives them. From any thread."""
     now = _state.waiting
@@ -146,9 +152,13 @@ def _collective(name: str, inner: Any, signature: inspect.Signature, args: Any, 
     ranks = dist.get_process_group_ranks(group)
     agreement = _state.ledger.next(group.group_name, ranks, group.rank())
     call = _described(fingerprint.of_collective, name, given, group) if _is_guarded() else None
-    if call is not None:
-        _check(agreement, call, group, blocks=not given.get("async_op"))
-    return _inside(inner, args, kwargs)
+    _state.called_at = time.time() if call is not None else 0.0
+    try:
+        if call is not None:
+            _check(agreement, call, group, blocks=not given.get("async_op"))
+        return _inside(inner, args, kwargs)
+    finally:
+        _state.called_at = 0.0
 
 
 def _message(name: str, inner: Any, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
@@ -187,6 +197,11 @@ def _seen(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Mapping
     except TypeError:
         return {}, None
     group = given.get("group") or _state.world
+    if isinstance(group, dist.ProcessGroup) and group not in c10d._world.pg_map:
+        raise SessionError(
+            "this process group has ended: it was destroyed, or an interrupt, a failure or a replaced rank had the "
+            "session's groups formed again; make it again, e.g. with dist.new_group"
+        )
     return given, group if isinstance(group, dist.ProcessGroup) and group.size() > 1 else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import pickle
@@ -61,6 +62,28 @@ class RankKernel(IPythonParallelKernel):
     def getpass(self, prompt: Any = "", stream: Any = None, **_: Any) -> str:
         return prompts.ask(self, str(prompt), password=True)
 
+    @contextlib.contextmanager
+    def _cancel_on_sigint(self, future: asyncio.Future[Any]) -> Iterator[None]:
+        """Let SIGINT end a cell with a top-level ``await``: where it computes, and where it awaits.
+
+        ipykernel's own would wake a loop that an engine does not run.
+        """
+        loop = asyncio.get_running_loop()
+        raise_in_cell = signal.getsignal(signal.SIGINT)
+
+        def interrupt(number: int, frame: Any) -> None:
+            if asyncio.current_task(loop) is future and callable(raise_in_cell):
+                raise_in_cell(number, frame)
+                return
+            self.shell.was_cancelled = True
+            loop.call_soon_threadsafe(future.cancel)
+
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, raise_in_cell)
+
     def pre_handler_hook(self) -> None:
         """Interrupts count while a cell runs only: elsewhere one would take the reply, and the cell would never end."""
         self.saved_sigint_handler = signal.signal(signal.SIGINT, _ignore)
@@ -68,6 +91,7 @@ class RankKernel(IPythonParallelKernel):
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         shell = self.shell
         shell.failure = shell.displayhook.value = None
+        shell.was_cancelled = False
         sent = (kwargs.get("cell_meta") or {}).get("nbtrain", {})
         groups.begin(str(sent.get("number", 0)))
         cell.tell_ranks(tuple(sent["ranks"]) if "ranks" in sent else None)

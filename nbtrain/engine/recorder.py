@@ -43,6 +43,7 @@ def pending() -> list[dict[str, Any]]:
     called = tracebacks.called_in(*_C10D) if shown else ""
     if called:  # gloo's reduce-scatter shows as an all-reduce, and that of an object as what carries it
         shown[-1]["op"] = called
+        shown[-1]["waits_s"] = max(shown[-1]["waits_s"], guard.held_s())
     return [*shown, *guard.waiting()]
 
 

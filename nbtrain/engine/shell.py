@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import sys
 import traceback
 from typing import Any
@@ -36,6 +37,7 @@ class RankShell(ZMQInteractiveShell):
     failure: dict[str, Any] | None = None
     cell_label: tuple[str, int] = ("", 0)
     cut_short: BaseException | None = None
+    was_cancelled = False  # an interrupt has ended what the cell awaits
     cell_number = 0
     last_error: dict[str, Any] | None = None  # what `debug` looks for
 
@@ -109,6 +111,8 @@ class RankShell(ZMQInteractiveShell):
         kind, value, trace = exc_tuple or sys.exc_info()
         if kind is None or value is None or self.failure is not None:
             return  # IPython may fail over the text of the first error; the first is the cell's
+        if self.was_cancelled and issubclass(kind, asyncio.CancelledError):
+            kind, value = KeyboardInterrupt, KeyboardInterrupt().with_traceback(trace)
         sys.stdout.flush()  # what was printed before the error is shown before it
         sys.stderr.flush()
         if issubclass(kind, KeyboardInterrupt) or exhaustion.is_out_of_memory(value):

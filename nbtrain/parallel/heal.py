@@ -13,6 +13,7 @@ carried over is lost on all ranks alike, and everything else is healed.
 
 from __future__ import annotations
 
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +23,16 @@ from nbtrain.parallel import mesh, shard
 from nbtrain.parallel.belongings import LOADER_PARTS, TRAINER_PARTS, Belongings, ModelKey, find_belongings, strangers
 from nbtrain.parallel.heirs import Heir, Here, LoaderHeir, ModelHeir, TrainerHeir
 from nbtrain.parallel.parcel import definitions
+from nbtrain.parallel.plain import Lost, agreed, plain_values
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.parallel.transfer import broadcast, gather, receive, send
 
 _SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
 _DEFINED = (types.ModuleType, types.FunctionType, type)
-_AGAIN = "make the model and the trainer again, and load a checkpoint"
-_TRAINER_AGAIN = "the model is whole: make the trainer again"
+_AGAIN = "make the model and the trainer again on all ranks, and load what you saved of state_dict()"
+_TRAINER_AGAIN = "the model is whole: make the trainer again on all ranks"
 _ORDER: list[type] = [ModelHeir, TrainerHeir, LoaderHeir]  # what comes later may link to what was before
-_GONE = "its shards were on no other rank; next time type Trainer(..., redundancy=True)"
+_GONE = f"its shards were on no other rank; {_AGAIN} (Trainer(..., redundancy=True) keeps a copy)"
 
 
 def heal(namespace: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any]:
@@ -150,7 +152,7 @@ class _Healing:
                 return _GONE
             elif holder in self._newcomers:
                 return (
-                    f"ranks {newcomer} and {holder} died both, and only {holder} had a copy of the shards of {newcomer}"
+                    f"ranks {newcomer} and {holder} are both new, and {holder} alone had a copy of {newcomer}'s shards"
                 )
             else:
                 routes[newcomer] = (holder, True)
@@ -190,9 +192,21 @@ class _Healing:
             raise SessionError(f"a rank could not be healed: {problem}; {_AGAIN}")
         if self._is_new:
             here.namespace.update(found.value or {})
+            here.namespace.update({name: Lost(f"{name} is lost: {reason}") for name, reason in lost.items()})
+        self._share_plain_values()
         known = set.intersection(*(gather(set(here.namespace))[rank] for rank in self._newcomers))
         missing = [name for name in names if name not in known and name not in lost]
         return {"healed": list(healed), "lost": lost, "missing": missing}
+
+    def _share_plain_values(self) -> None:
+        """Gives newcomers the numbers and lists that are the same on all others: losses, counters, settings.
+
+        A replayed assignment has given them what these were at first.
+        """
+        reports = gather(plain_values(self._here.namespace))
+        values = agreed([reports[rank] for rank in self._survivors])
+        if self._is_new:
+            self._here.namespace.update({name: pickle.loads(data) for name, data in values.items()})
 
     def _named(self) -> tuple[dict[str, Any], dict[str, str], list[str]]:
         """Names with the addresses of what was healed, names with why it was lost, and all of the user's names."""

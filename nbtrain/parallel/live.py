@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Collection
 from typing import Any, Protocol
@@ -80,8 +81,12 @@ def rebind(newcomers: Collection[int] = ()) -> None:
     dist.all_gather_object(reports, (mesh.standing(), standings, _Counts.resumables))
     meshes, everyone, numbers = zip(*reports, strict=True)
     mesh.carry_over(set.intersection(*map(set, meshes)))
-    for thing in [thing for _, thing in sorted(_rebindables.items())]:
-        thing.rebind()
+    for number, thing in sorted(_rebindables.items()):
+        try:
+            thing.rebind()
+        except Exception as problem:  # the session must not end with one model; whoever uses it hears of the dead group
+            _rebindables.pop(number, None)
+            print(f"a model cannot go on with the new process groups; make it again ({problem!r})", file=sys.stderr)
     # a rank that was cut off before it numbered its part, or has just begun, counts on from where the others are
     _Counts.resumables = max(numbers)
     old = [standings for rank, standings in enumerate(everyone) if rank not in newcomers]

@@ -38,6 +38,8 @@ def parallelize(model: nn.Module, plan: Plan | None = None, *, mesh: DeviceMesh 
         ModelError: The model cannot be laid out; all findings with their cures.
         NotImplementedError: The plan needs a later release.
     """
+    if plan is None and isinstance(model, nn.Module) and (known := layout_of(model)) is not None:
+        plan = known.plan
     plan = plan_or_default(plan)
     if isinstance(model, type):
         raise ModelError(f"{model.__name__} is a class; give a model, {model.__name__}(...)")
@@ -97,17 +99,24 @@ def _prepare(model: nn.Module, layout: Layout) -> nn.Module:
 
 
 def _wrap(model: nn.Module, layout: Layout) -> nn.Module:
-    remember(model, layout)
     if layout.mesh is None or layout.group is None:
+        remember(model, layout)
         return model
-    live.track(layout)
     if layout.shards:
         units = shard(model, layout.plan, meshes.shard_mesh(layout.mesh))
         layout.units = tuple(units)
         layout.usage = ShardUsage(model)
         UnitOrder(model, units, layout)
-        return model
+        return _known(model, layout)
     replica = Replica(model, layout.group, layout.plan.bucket_mb)
     layout.usage, layout.result = replica.usage, replica
     remember(replica, layout)
+    _known(model, layout)
     return replica
+
+
+def _known(model: nn.Module, layout: Layout) -> nn.Module:
+    """Remember ``model``, now that it is whole: what an interrupt left half made cannot take new groups."""
+    remember(model, layout)
+    live.track(layout)
+    return model

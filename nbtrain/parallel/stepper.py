@@ -128,8 +128,7 @@ class Stepper:
     def agree(self, standings: list[tuple[Phase, Settled | None]]) -> None:
         """Ends the step that another rank has ended; drops the one that none has. See `nbtrain.parallel.live`.
 
-        Raises:
-            SessionError: This rank lacks a step that it has no gradients of.
+        A rank that lacks a step of which it has no gradients loses the trainer.
         """
         most, settled = max(standings, key=lambda standing: standing[0].num_steps)
         if self.phase.num_steps == most.num_steps:
@@ -138,8 +137,9 @@ class Stepper:
             with uninterrupted():
                 self._finish(settled)
         else:
-            raise SessionError(
-                f"this rank has done {self.phase.num_steps} steps and another {most.num_steps}; make the trainer again"
+            self.lost = (
+                f"this rank has done {self.phase.num_steps} steps and another {most.num_steps}; make the trainer again "
+                "on all ranks"
             )
 
     def _finish(self, settled: Settled) -> None:

@@ -84,7 +84,7 @@ def test_two_neighbours_that_die_at_once_lose_a_shard() -> None:
         return {"trainer": trainer_of(models.MLP(), "zero=3", redundancy=True)}
 
     def check(namespace: dict[str, Any], report: dict[str, Any]) -> None:
-        assert report["lost"] == {"trainer": "ranks 1 and 2 died both, and only 2 had a copy of the shards of 1"}
+        assert report["lost"] == {"trainer": "ranks 1 and 2 are both new, and 2 alone had a copy of 1's shards"}
 
     after_death(make, check, dying=(1, 2), world_size=4)
 
