@@ -247,7 +247,9 @@ class LiveRanks:
         except KeyboardInterrupt:
             self._supervisor.end_call()
             again = f"%distributed restart --ranks {compact(wanted)}"
-            raise CellInterrupted(f"{ranks_text(wanted)} were being replaced; type {again} once more") from None
+            were = "was" if len(wanted) == 1 else "were"
+            text = f"{ranks_text(wanted)} {were} being replaced; type {again} --replay once more"
+            raise CellInterrupted(text) from None
         Healing(wanted, time.monotonic() - began, reports, notes, replay).show()
 
     def _define(self, rank: int, replay: bool) -> list[str]:

@@ -105,6 +105,8 @@ class Healing:
             lines.append(f"{', '.join(healed)} {go} on as if nothing had happened")
         lost = {name: reason for report in own for name, reason in report["lost"].items()}
         lines += [f"{name} is lost: {reason}" for name, reason in lost.items()]
+        if reset := _union(report["reset"] for report in own):
+            lines.append(f"set to what a cell first gave them, and other now elsewhere: {', '.join(reset)}")
         missing = _union(report["missing"] for report in own)
         if missing:
             where = f"%%distributed -r {compact(self.ranks)}"

@@ -32,7 +32,7 @@ _DEFINED = (types.ModuleType, types.FunctionType, type)
 _AGAIN = "make the model and the trainer again on all ranks, and load what you saved of state_dict()"
 _TRAINER_AGAIN = "the model is whole: make the trainer again on all ranks"
 _ORDER: list[type] = [ModelHeir, TrainerHeir, LoaderHeir]  # what comes later may link to what was before
-_GONE = f"its shards were on no other rank; {_AGAIN} (Trainer(..., redundancy=True) keeps a copy)"
+_GONE = "its shards were on no other rank (Trainer(..., redundancy=True) keeps a copy)"
 
 
 def heal(namespace: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any]:
@@ -47,8 +47,9 @@ def heal(namespace: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any
         newcomers: Ranks whose process is new.
 
     Returns:
-        The same on all ranks: ``{"healed": names, "lost": {name: reason}, "missing": names}``. Missing are names that
-        the others have and a newcomer has not, beside those healed or lost: it has not run their cells.
+        The same on all ranks: ``{"healed": names, "lost": {name: reason}, "missing": names, "reset": names}``. Missing
+        are names that the others have and a newcomer has not, beside those healed or lost: it has not run their cells.
+        Reset are those that a replayed assignment has set to what they were at first, while others have another value.
     """
     return _Healing(namespace, newcomers).run()
 
@@ -170,6 +171,12 @@ class _Healing:
         assert isinstance(heir, TrainerHeir)
         return self._here.belongings.model_of(self._here.belongings.trainers[heir.number])
 
+    def _cure(self, heir: Heir) -> str:
+        """What to do now."""
+        if isinstance(heir, TrainerHeir) and ModelHeir(self._model_key(heir)) not in self._lost:
+            return _TRAINER_AGAIN
+        return _AGAIN
+
     def _mark_lost(self) -> None:
         """On survivors: a trainer that cannot go on says so instead of waiting for ranks that do not have it."""
         if self._is_new:
@@ -177,7 +184,7 @@ class _Healing:
         ended = f"the trainer ended with rank{'s' * (len(self._newcomers) > 1)} {', '.join(map(str, self._newcomers))}"
         for heir, reason in self._lost.items():
             if isinstance(heir, TrainerHeir) and heir.number in self._here.belongings.trainers:
-                cure = _AGAIN if ModelHeir(self._model_key(heir)) in self._lost else _TRAINER_AGAIN
+                cure = self._cure(heir)
                 self._here.belongings.trainers[heir.number]._stepper.lost = f"{ended}: {reason}; {cure}"
         for stepper in strangers(self._here.belongings).values():
             if isinstance(stepper, Stepper) and not stepper.lost:
@@ -193,20 +200,28 @@ class _Healing:
         if self._is_new:
             here.namespace.update(found.value or {})
             here.namespace.update({name: Lost(f"{name} is lost: {reason}") for name, reason in lost.items()})
-        self._share_plain_values()
+        reset = self._share_plain_values()
         known = set.intersection(*(gather(set(here.namespace))[rank] for rank in self._newcomers))
         missing = [name for name in names if name not in known and name not in lost]
-        return {"healed": list(healed), "lost": lost, "missing": missing}
+        return {"healed": list(healed), "lost": lost, "missing": missing, "reset": reset}
 
-    def _share_plain_values(self) -> None:
+    def _share_plain_values(self) -> list[str]:
         """Gives newcomers the numbers and lists that are the same on all others: losses, counters, settings.
 
-        A replayed assignment has given them what these were at first.
+        A replayed assignment has given them what these were at first; names that still have that are returned.
         """
         reports = gather(plain_values(self._here.namespace))
         values = agreed([reports[rank] for rank in self._survivors])
         if self._is_new:
             self._here.namespace.update({name: pickle.loads(data) for name, data in values.items()})
+        donor, others = reports[self._survivors[0]], [reports[rank] for rank in self._survivors[1:]]
+        common = {name for name in donor if all(other.get(name) == donor[name] for other in others)} - set(values)
+        given = {"rank", "local_rank"}  # by the session
+        return sorted(
+            name
+            for name in common - given
+            if any(name in reports[rank] and reports[rank][name] != donor[name] for rank in self._newcomers)
+        )
 
     def _named(self) -> tuple[dict[str, Any], dict[str, str], list[str]]:
         """Names with the addresses of what was healed, names with why it was lost, and all of the user's names."""
@@ -219,7 +234,8 @@ class _Healing:
             if (address := addresses.get(id(value))) is None:
                 continue
             if reason := self._lost.get(self._heir_at(address)):
-                lost[name] = reason
+                heir = self._heir_at(address)
+                lost[name] = reason if isinstance(heir, LoaderHeir) else f"{reason}; {self._cure(heir)}"
             else:
                 healed[name] = address
         return healed, lost, names

@@ -198,7 +198,7 @@ def disturbed(kind: str, plan: str, dying: tuple[int, ...], place: str) -> list[
     def go_on(life: Life, namespace: dict[str, Any], losses: dict[int, float]) -> Any:
         life.rejoin(1, dying)
         report = heal(namespace, dying)
-        assert report == {"healed": ["trainer", "model", "optimizer"], "lost": {}, "missing": ["before"]}
+        assert report == {"healed": ["trainer", "model", "optimizer"], "lost": {}, "missing": ["before"], "reset": []}
         trainer = namespace["trainer"]
         assert namespace["model"] is trainer.model
         assert namespace["optimizer"] is trainer.optimizer
@@ -279,7 +279,7 @@ def test_one_after_another(plan: str) -> None:
             if generation:
                 life.rejoin(generation, (dying[generation - 1],))
                 report = heal(namespace, (dying[generation - 1],))
-                assert report == {"healed": ["trainer"], "lost": {}, "missing": []}
+                assert report == {"healed": ["trainer"], "lost": {}, "missing": [], "reset": []}
             trainer = namespace["trainer"]
             if generation == len(dying):
                 return got | train(namespace, "net"), states(namespace)

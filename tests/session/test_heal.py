@@ -84,13 +84,20 @@ total = sum(range(10)); print("never again")
 if True:
     hidden = 1""")
     nb("%%distributed -r 0,1\ndef only_two(): pass")
+    nb("%%distributed\nlr = 5e-3; own = [rank * 2]; names.append('c')")
     nb("%%distributed\nif rank == 2: os._exit(0)")
     said = replaced(nb, "2", "--replay")
     assert "never again" not in said
-    names = ["math", "Ordered", "lr", "names", "area", "Thing", "total", "hidden", "only_two"]
+    names = ["math", "Ordered", "lr", "names", "area", "Thing", "total", "hidden", "only_two", "own"]
     nb(f"%%distributed -o there\n[name for name in {names} if name in globals()]")
-    assert nb.value("there")[2] == ["math", "Ordered", "lr", "names", "area", "Thing"]
+    assert nb.value("there")[2] == [
+        *names[:8],
+        "own",
+    ]  # numbers and lists that are the same on all others come from there
     assert nb.value("there")[1] == names
+    nb("%%distributed -o values\n(lr, names, total, hidden, own[0])")
+    assert nb.value("values") == [(5e-3, ["a", "b", "c"], 45, 1, 2 * rank) for rank in range(4)]
+    assert "total" not in said  # nor is anything missing
     output = nb("%%distributed\narea(1) if rank == 2 else 0; area('x') if rank == 2 else 0")
     assert "TypeError" in output.error
 
@@ -144,7 +151,9 @@ def test_a_stopped_rank_goes_on_and_keeps_its_state(nb: Notebook) -> None:
 
 
 def test_restarts_that_cannot_be(nb: Notebook) -> None:
-    assert "no rank would keep anything" in nb("%distributed restart --ranks all").error
+    everything = nb("%distributed restart --ranks all --replay").stdout
+    assert everything.startswith("ranks 0-3 were replaced in ")
+    assert "what the ranks held is gone" in everything
     assert "leave the other options away" in nb("%distributed restart --ranks 2 -n 3").error
     assert "--ranks 2 --replay" in nb("%distributed restart --replay").error
     assert "rank" in nb("%distributed restart --ranks 9").error
