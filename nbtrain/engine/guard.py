@@ -27,7 +27,7 @@ import torch.distributed.nn.functional
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
-from nbtrain.engine import fingerprint, tracebacks
+from nbtrain.engine import fingerprint, tracebacks, wires
 from nbtrain.engine.agreement import Agreement, Ledger
 from nbtrain.engine.fingerprint import Call
 from nbtrain.errors import CollectiveError, SessionError
@@ -85,7 +85,8 @@ def begin(prefix: str) -> None:
     """A default group was formed; ``prefix`` is its own in the session's store."""
     if _state.store is None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        _state.store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
+        with wires.spared():
+            _state.store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
     if _state.ledger is not None:
         _state.ledger.close()
     _state.world, _state.ledger = dist.group.WORLD, Ledger(_state.store, f"guard/{prefix}")

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 _FD_FOLDER = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 _wires: dict[int, tuple[int, int]] = {}  # descriptor -> (device, inode): a number may come to mean another file
+_spared: set[int] = set()  # the guard's own
 _before: dict[int, tuple[int, int]] | None = None  # what was open when the group that is being formed was begun
 
 
@@ -40,12 +41,36 @@ def cut() -> int:
     num_cut = sum(_shut_down(number) for number, identity in wires.items() if _identity(number) == identity)
     for number in forming:
         _connect_for_peers(number)
-    return num_cut
+    return num_cut + sum(_shut_down(number) for number in _to_store())
 
 
 def forget() -> None:
     """The groups are destroyed: what they had open is theirs no longer."""
     _wires.clear()
+
+
+@contextlib.contextmanager
+def spared() -> Iterator[None]:
+    """The sockets that are opened inside are never cut."""
+    before = _sockets()
+    try:
+        yield
+    finally:
+        _spared.update(number for number, identity in _sockets().items() if before.get(number) != identity)
+
+
+def _to_store() -> list[int]:
+    """Connections to the session's store that a cell has opened: it may wait there for a key."""
+    store = (os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0")))
+    return [number for number in set(_sockets()) - _spared if _peer(number) == store]
+
+
+def _peer(number: int) -> tuple[str, int] | None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as wire:
+        if wire.family in (socket.AF_INET, socket.AF_INET6):
+            address, port, *_ = wire.getpeername()
+            return address.removeprefix("::ffff:"), port
+    return None
 
 
 def _opened() -> dict[int, tuple[int, int]]:
