@@ -5,6 +5,7 @@ A failure is the plain data that `nbtrain.engine.tracebacks.describe` makes on a
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from nbtrain.cluster.ranks import compact
 
 Failure = dict[str, Any]
 _BOLD, _DIM, _OFF = "\x1b[1m", "\x1b[2m", "\x1b[0m"  # colours are hard to read on a notebook's red
+_GLOO_PLACE = re.compile(r"^\[\S+\.cc:\d+\] ")
 MAX_GROUPS = 8  # distinct errors that are shown in full
 
 
@@ -148,8 +150,13 @@ def _render_consequence(one: Group) -> list[str]:
     last = one.first["chain"][-1]
     cell = next((frame for frame in last["frames"] if frame["kind"] == "cell"), None)
     where = f" at {_where(cell)}: {cell['line'].strip()}" if cell else ""
-    text = last["evalue"].splitlines()[0] if last["evalue"] else ""
+    text = _plain_words(last["evalue"].splitlines()[0] if last["evalue"] else "")
     return [f"{_DIM}{ranks_text(one.ranks)} then failed{where}{_OFF}", f"{_DIM}  {last['ename']}: {text[:160]}{_OFF}"]
+
+
+def _plain_words(text: str) -> str:
+    """Without gloo's place in its sources, and without its advice, which is about another kind of failure."""
+    return _GLOO_PLACE.sub("", text).partition(". This is typically caused by")[0]
 
 
 def _messages(one: Group) -> dict[str, list[int]]:

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import os
 import threading
+import warnings
 from typing import Any
 
 import ipyparallel.engine.app as upstream
@@ -72,6 +73,7 @@ class RankEngine(upstream.IPEngine):
         await super().complete_registration(msg, connect, maybe_tunnel)
         # Libraries (tqdm.auto among them) take this entry for a page that can show widgets.
         self.kernel.shell.config.pop("IPKernelApp", None)
+        warnings.filterwarnings("ignore", message="To exit: use 'exit'")  # a rank does not exit from a cell
         trail.begin()  # behind ipykernel's own faulthandler
         _threads_inherit_their_cell()
         _bars_are_text()
