@@ -98,10 +98,15 @@ class Members:
         for rank in set(answers) & set(self.dead):  # it died while this was sent
             client.abandon(rank, f"{self.dead[rank].told(rank)}; {self.replace_advice()}")
         self._wait_for(answers)
+        if dead := sorted(set(answers) & set(self.dead)):  # what others say of it is a consequence
+            raise RankDiedError(f"{self.dead[dead[0]].told(dead[0])}; {self.replace_advice()}")
+        problems = [answer.exception() for answer in answers.values()]
+        failed = [one for one in problems if isinstance(one, CallFailed)]
+        if failed:
+            first = min(failed, key=lambda one: (one.failure["consequence"], one.failure["time"]))
+            raise as_error(first.rank, first.failure)
         try:
             return [answer.result() for answer in answers.values()]
-        except CallFailed as failed:
-            raise as_error(failed.rank, failed.failure) from None
         except ConnectionError as lost:
             raise RankDiedError(str(lost)) from None
 

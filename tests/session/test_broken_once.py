@@ -63,6 +63,20 @@ def test_a_rank_that_dies_while_a_cell_is_sent_is_told(nb: Notebook) -> None:
     assert alive(nb)
 
 
+def test_a_rank_that_dies_while_another_is_replaced_is_told(nb: Notebook) -> None:
+    nb("%%distributed -o pids\nimport os\nos.getpid()")
+    pid = nb.value("pids")[2]
+    request = nb.send("%distributed restart --ranks 1")
+    time.sleep(0.25)
+    os.kill(pid, signal.SIGKILL)
+    output = nb.wait(request)
+    if output.status == "error":
+        assert "rank 2 died (SIGKILL)" in output.error
+        assert "restart --ranks" in output.error
+    assert nb("%distributed restart --ranks 1,2").status == "ok"
+    assert alive(nb)
+
+
 def test_awaiting_is_interrupted(nb: Notebook) -> None:
     for code in ("await asyncio.sleep(60)", "await asyncio.sleep(0)\nwhile True: pass"):
         output = interrupted(nb, f"%%distributed\nimport asyncio\n{code}", 0.7)
