@@ -198,7 +198,10 @@ def disturbed(kind: str, plan: str, dying: tuple[int, ...], place: str) -> list[
     def go_on(life: Life, namespace: dict[str, Any], losses: dict[int, float]) -> Any:
         life.rejoin(1, dying)
         report = heal(namespace, dying)
-        assert report == {"healed": ["trainer", "model", "optimizer"], "lost": {}, "missing": ["before"], "reset": []}
+        # two ranks that have the same number say that it is nobody's own
+        missing = [] if PLANS[plan][1] - len(dying) > 1 else ["before"]
+        healed = ["trainer", "model", "optimizer"]
+        assert report == {"healed": healed, "lost": {}, "missing": missing, "reset": []}
         trainer = namespace["trainer"]
         assert namespace["model"] is trainer.model
         assert namespace["optimizer"] is trainer.optimizer
