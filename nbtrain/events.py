@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TRAIL_VARIABLE = "NBTRAIN_TRAIL"  # names the file in which a rank leaves the line that it runs
+TRAIL_BYTES = 2048  # of its record there; behind it is what faulthandler wrote
+REGISTRY = "processes"  # a file of the session's folder: a line "pid create_time" of each process that ends with it
+
 
 @dataclass(frozen=True, repr=False)
 class Unportable:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+from notebook import plain
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 
@@ -27,7 +27,7 @@ def shown(cells: list[Any], marker: str) -> str:
         if output.output_type == "stream":
             parts.append(output.text)
         elif output.output_type == "error":
-            parts.append(re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output.traceback)))
+            parts.append(plain("\n".join(output.traceback)))
         else:
             parts.append(output.data.get("text/plain", ""))
     return "\n".join(parts)

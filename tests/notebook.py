@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,11 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
 PROMPT_S = 0.02  # between two looks at whether a cell asks
+
+
+def plain(text: str) -> str:
+    """``text`` without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 @dataclass

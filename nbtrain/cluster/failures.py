@@ -103,11 +103,21 @@ class Death:
         return f"rank {rank} was replaced{place}" if self.replaced else f"rank {rank} died ({self.how}){place}"
 
 
+def were(ranks: Collection[int]) -> str:
+    """ "was" or "were"."""
+    return "was" if len(ranks) == 1 else "were"
+
+
+def restart_command(ranks: Collection[int]) -> str:
+    """What puts new processes in the place of ``ranks``."""
+    return f"%distributed restart --ranks {compact(ranks)} --replay"
+
+
 def replace_advice(ranks: Collection[int], world_size: int) -> str:
     """What to type when ``ranks`` have died."""
     if len(ranks) == world_size:
         return "type %distributed restart to start again"
-    return f"type %distributed restart --ranks {compact(ranks)} --replay to replace what died"
+    return f"type {restart_command(ranks)} to replace what died"
 
 
 def exit_text(code: int | str | None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtrain.cluster.cell import Cell
-from nbtrain.cluster.failures import Death, ranks_text
+from nbtrain.cluster.failures import Death, ranks_text, restart_command
 from nbtrain.cluster.members import Members
 from nbtrain.cluster.ranks import compact
 from nbtrain.cluster.report import Table
@@ -127,7 +127,7 @@ def advise(looks: Sequence[Look]) -> list[str]:
         advice.append("To end it: Kernel > Interrupt, or %distributed interrupt; the ranks keep their state.")
     gone = [one.rank for one in looks if one.state in ("dead", "silent")]
     if gone:
-        advice.append(f"To replace {ranks_text(gone)}: %distributed restart --ranks {compact(gone)} --replay")
+        advice.append(f"To replace {ranks_text(gone)}: {restart_command(gone)}")
     return advice
 
 

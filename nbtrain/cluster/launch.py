@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import psutil
 
 from nbtrain.errors import StartError
+from nbtrain.events import TRAIL_VARIABLE
 
 LOOPBACK = "127.0.0.1"
 CLUSTER_ID = "nbtrain"
@@ -47,7 +48,7 @@ class Request:
         """torchrun's variables for ``rank`` on this host, and where it leaves its trail."""
         return {
             **self.common_environment(),
-            "NBTRAIN_TRAIL": str(folder / f"rank-{rank}.trail"),
+            TRAIL_VARIABLE: str(folder / f"rank-{rank}.trail"),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "GROUP_RANK": "0",

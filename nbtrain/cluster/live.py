@@ -12,13 +12,13 @@ from typing import Any
 
 from nbtrain.cluster import hang, sinks
 from nbtrain.cluster.cell import Cell, Handle
-from nbtrain.cluster.failures import Death, ranks_text
+from nbtrain.cluster.failures import Death, ranks_text, restart_command, were
 from nbtrain.cluster.hang import Where
 from nbtrain.cluster.hangwatch import HangWatch
 from nbtrain.cluster.members import Members
 from nbtrain.cluster.options import Options
 from nbtrain.cluster.output import CellOutput, Publisher
-from nbtrain.cluster.ranks import compact, parse
+from nbtrain.cluster.ranks import parse
 from nbtrain.cluster.replay import Replay
 from nbtrain.cluster.report import Healing, Status
 from nbtrain.cluster.supervisor import Supervisor
@@ -119,7 +119,7 @@ class LiveRanks:
             if rank in members.dead:
                 raise RankDiedError(f"{members.dead[rank].told(rank)}; {members.replace_advice()}")
             if rank in members.newcomers:
-                again = f"%distributed restart --ranks {compact(members.newcomers)} --replay"
+                again = restart_command(members.newcomers)
                 raise SessionError(f"rank {rank} is new and does not yet hold what it should; type {again} once more")
         return targets
 
@@ -190,9 +190,8 @@ class LiveRanks:
         if not wanted:
             return self._supervisor.verdict(cell)
         self.replace(wanted, replay=True)
-        were = "was" if len(wanted) == 1 else "were"
         why = " did not answer, and" if stuck else ""
-        return f"interrupted; {ranks_text(wanted)}{why} {were} replaced"
+        return f"interrupted; {ranks_text(wanted)}{why} {were(wanted)} replaced"
 
     def interrupted(self, begun: int, interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
         """End what was sent since cell number ``begun``: an interrupt may fall before the cell is waited for."""
@@ -234,7 +233,7 @@ class LiveRanks:
         for cell in set(self.busy().values()):
             if not set(cell.running) <= set(wanted):
                 self._supervisor.end(cell)
-        self._refuse_if_busy(rank for rank in range(self.members.world_size) if rank not in wanted)
+        self._refuse_if_busy(rank for rank in range(members.world_size) if rank not in wanted)
         began = time.monotonic()
         try:
             members.replace(wanted)
@@ -246,9 +245,7 @@ class LiveRanks:
                 reports = members.heal(lambda rank: notes.extend(self._define(rank, replay)))
         except KeyboardInterrupt:
             self._supervisor.end_call()
-            again = f"%distributed restart --ranks {compact(wanted)}"
-            were = "was" if len(wanted) == 1 else "were"
-            text = f"{ranks_text(wanted)} {were} being replaced; type {again} --replay once more"
+            text = f"{ranks_text(wanted)} {were(wanted)} being replaced; type {restart_command(wanted)} once more"
             raise CellInterrupted(text) from None
         Healing(wanted, time.monotonic() - began, reports, notes, replay).show()
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from nbtrain.cluster.failures import ranks_text
+from nbtrain.cluster.failures import ranks_text, were
 from nbtrain.cluster.ranks import compact
 from nbtrain.plan.footprint import format_bytes
 
@@ -94,8 +94,7 @@ class Healing:
     replayed: bool
 
     def __repr__(self) -> str:
-        were = "was" if len(self.ranks) == 1 else "were"
-        lines = [f"{ranks_text(self.ranks)} {were} replaced in {self.seconds:.1f} s", *self.notes]
+        lines = [f"{ranks_text(self.ranks)} {were(self.ranks)} replaced in {self.seconds:.1f} s", *self.notes]
         if not self.reports:
             lines.append("what the ranks held is gone")
         own = [self.reports[rank] for rank in self.ranks if self.reports]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 
+from nbtrain.events import REGISTRY
+
 PREFIX = "nbtrain-"
-REGISTRY = "processes"
 _OWNER = "owner"  # pid and create time of the kernel that the folder belongs to
 
 

@@ -136,7 +136,7 @@ class Session:
 
         Raises:
             UsageError: a value that cannot be; the ranks go on.
-            SessionError: no rank would keep anything.
+            StartError: a process did not come, or a launcher cannot replace one.
         """
         if ranks is not None:
             if n is not None or options:

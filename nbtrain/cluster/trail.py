@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-RECORD_BYTES = 2048  # of the record; behind it is what faulthandler wrote
+from nbtrain.events import TRAIL_BYTES
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -17,10 +18,10 @@ def last_line(path: Path) -> str:
         data = path.read_bytes()
     except OSError:
         return ""
-    record = _record(data[:RECORD_BYTES])
+    record = _record(data[:TRAIL_BYTES])
     if record is None:
         return ""
-    number = _crashed_at(data[RECORD_BYTES:].decode(errors="replace"), record["file"])
+    number = _crashed_at(data[TRAIL_BYTES:].decode(errors="replace"), record["file"])
     text = f": {record['line']}" if record["line"] and number in (None, record["number"]) else ""
     return f"{record['cell'] or 'the cell'}, line {number or record['number']}{text}"
 

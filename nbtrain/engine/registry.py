@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-NAME = "processes"  # as `nbtrain.cluster.runtime` writes it: a line "pid create_time" each
+from nbtrain.events import REGISTRY
+
 _SAME_S = 1.0  # a create time is rounded differently by platforms
 
 
@@ -26,7 +27,7 @@ def end_all(folder: Path) -> None:
 
 def _registered(folder: Path) -> list[psutil.Process]:
     found = []
-    path = folder / NAME
+    path = folder / REGISTRY
     for line in path.read_text().splitlines() if path.exists() else ():
         pid, created = line.split()
         with contextlib.suppress(psutil.NoSuchProcess):

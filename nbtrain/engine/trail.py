@@ -27,10 +27,9 @@ from types import CodeType
 from typing import Any
 
 from nbtrain.engine import tracebacks
+from nbtrain.events import TRAIL_BYTES, TRAIL_VARIABLE
 
-VARIABLE = "NBTRAIN_TRAIL"  # the path of the file
 SAMPLE_S = 0.1
-RECORD_BYTES = 2048
 MAX_LINE = 300  # characters of a source line
 
 
@@ -43,7 +42,7 @@ class Trail:
         self._file: int | None = None
         if path:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            os.lseek(self._file, RECORD_BYTES, os.SEEK_SET)  # faulthandler appends here
+            os.lseek(self._file, TRAIL_BYTES, os.SEEK_SET)  # faulthandler appends here
             faulthandler.enable(self._file, all_threads=False)
             _before_the_process_ends(self.look)
             threading.Thread(target=self._sample, name="nbtrain-trail", daemon=True).start()
@@ -81,7 +80,7 @@ class Trail:
         record = line and {key: line[key] for key in ("file", "number", "cell")}
         if record and line:
             record["line"] = line["line"].strip()[:MAX_LINE]
-        data = json.dumps(record).encode()[: RECORD_BYTES - 1].ljust(RECORD_BYTES - 1) + b"\n"
+        data = json.dumps(record).encode()[: TRAIL_BYTES - 1].ljust(TRAIL_BYTES - 1) + b"\n"
         os.pwrite(self._file, data, 0)
 
 
@@ -109,7 +108,7 @@ trail = Trail(None)
 def begin() -> None:
     """Start to write, if the session asked for it."""
     global trail
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(TRAIL_VARIABLE)
     if path and sys.platform != "win32":
         Path(path).parent.mkdir(exist_ok=True)
         trail = Trail(path)

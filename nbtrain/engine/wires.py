@@ -56,7 +56,7 @@ def spared() -> Iterator[None]:
     try:
         yield
     finally:
-        _spared.update(number for number, identity in _sockets().items() if before.get(number) != identity)
+        _spared.update(_since(before))
 
 
 def _to_store() -> list[int]:
@@ -75,9 +75,11 @@ def _peer(number: int) -> tuple[str, int] | None:
 
 def _opened() -> dict[int, tuple[int, int]]:
     """Sockets that came since the group that is being formed was begun."""
-    if _before is None:
-        return {}
-    return {number: identity for number, identity in _sockets().items() if _before.get(number) != identity}
+    return {} if _before is None else _since(_before)
+
+
+def _since(before: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    return {number: identity for number, identity in _sockets().items() if before.get(number) != identity}
 
 
 def _sockets() -> dict[int, tuple[int, int]]:

@@ -212,16 +212,14 @@ class _Healing:
         """
         reports = gather(plain_values(self._here.namespace))
         values = agreed([reports[rank] for rank in self._survivors])
-        if self._is_new:
-            self._here.namespace.update({name: pickle.loads(data) for name, data in values.items()})
-        donor, others = reports[self._survivors[0]], [reports[rank] for rank in self._survivors[1:]]
-        common = {name for name in donor if all(other.get(name) == donor[name] for other in others)} - set(values)
+        if len(self._survivors) > 1:
+            if self._is_new:
+                self._here.namespace.update({name: pickle.loads(data) for name, data in values.items()})
+            return []
+        # of one survivor: they may be its own
+        theirs = [reports[rank] for rank in self._newcomers]
         given = {"rank", "local_rank"}  # by the session
-        return sorted(
-            name
-            for name in common - given
-            if any(name in reports[rank] and reports[rank][name] != donor[name] for rank in self._newcomers)
-        )
+        return sorted(n for n in values.keys() - given if any(n in own and own[n] != values[n] for own in theirs))
 
     def _named(self) -> tuple[dict[str, Any], dict[str, str], list[str]]:
         """Names with the addresses of what was healed, names with why it was lost, and all of the user's names."""
@@ -233,8 +231,8 @@ class _Healing:
             names.append(name)
             if (address := addresses.get(id(value))) is None:
                 continue
-            if reason := self._lost.get(self._heir_at(address)):
-                heir = self._heir_at(address)
+            heir = self._heir_at(address)
+            if reason := self._lost.get(heir):
                 lost[name] = reason if isinstance(heir, LoaderHeir) else f"{reason}; {self._cure(heir)}"
             else:
                 healed[name] = address

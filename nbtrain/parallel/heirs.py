@@ -97,15 +97,22 @@ class Heir(Protocol):
     def take(self, here: Here, numbers: Any) -> None:
         """On the newcomer, behind `build`."""
 
+    def shelf(self, belongings: Belongings) -> tuple[dict[Any, Any], Any]:
+        """Where it lies among a rank's belongings, and under which key."""
+
     def settle(self, here: Here) -> None:
         """On all ranks, where it was carried over."""
+        kept, key = self.shelf(here.belongings)
+        self.shelf(here.carried)[0][key] = kept[key]
 
     def drop(self, here: Here) -> None:
         """On the newcomer, where it came to nothing."""
+        kept, key = self.shelf(here.belongings)
+        kept.pop(key, None)
 
 
 @dataclass(frozen=True)
-class ModelHeir:
+class ModelHeir(Heir):
     """A laid-out model: its structure from the blueprint, its weights and buffers from a rank that has the same."""
 
     key: ModelKey
@@ -142,15 +149,12 @@ class ModelHeir:
     def take(self, here: Here, numbers: Any) -> None:
         take_weights(here.belongings.models[self.key].module, numbers)
 
-    def settle(self, here: Here) -> None:
-        here.carried.models[self.key] = here.belongings.models[self.key]
-
-    def drop(self, here: Here) -> None:
-        here.belongings.models.pop(self.key, None)
+    def shelf(self, belongings: Belongings) -> tuple[dict[Any, Any], Any]:
+        return belongings.models, self.key
 
 
 @dataclass(frozen=True)
-class TrainerHeir:
+class TrainerHeir(Heir):
     """A trainer of a model that is there: its optimizer, scheduler and loss function, and how far it is."""
 
     number: int
@@ -180,15 +184,12 @@ class TrainerHeir:
         if numbers["random"] is not None:
             set_random_state(numbers["random"], trainer._device)
 
-    def settle(self, here: Here) -> None:
-        here.carried.trainers[self.number] = here.belongings.trainers[self.number]
-
-    def drop(self, here: Here) -> None:
-        here.belongings.trainers.pop(self.number, None)
+    def shelf(self, belongings: Belongings) -> tuple[dict[Any, Any], Any]:
+        return belongings.trainers, self.number
 
 
 @dataclass(frozen=True)
-class LoaderHeir:
+class LoaderHeir(Heir):
     """A loader with its dataset and its position, where the dataset isn't large."""
 
     name: str
@@ -205,11 +206,8 @@ class LoaderHeir:
     def take(self, here: Here, numbers: Any) -> None:
         pass
 
-    def settle(self, here: Here) -> None:
-        here.carried.loaders[self.name] = here.belongings.loaders[self.name]
-
-    def drop(self, here: Here) -> None:
-        here.belongings.loaders.pop(self.name, None)
+    def shelf(self, belongings: Belongings) -> tuple[dict[Any, Any], Any]:
+        return belongings.loaders, self.name
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,7 @@ def plain_values(namespace: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def agreed(values: list[dict[str, bytes]]) -> dict[str, bytes]:
-    """What is the same on all of the ranks that ``values`` are from; of one rank nothing: it may be its own."""
-    if len(values) < 2:
-        return {}
+    """What is the same on all of the ranks that ``values`` are from."""
     first, *others = values
     return {name: data for name, data in first.items() if all(other.get(name) == data for other in others)}
 

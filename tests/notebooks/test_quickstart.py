@@ -5,20 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import executed
 import pytest
 from executed import shown
 
 NAME = "00_quickstart.ipynb"
-
-
-@pytest.fixture(scope="module")
-def cells() -> list[Any]:
-    return executed.run(NAME)
-
-
-def test_it_is_stored_clean() -> None:
-    assert executed.is_stored_clean(NAME)
 
 
 @pytest.mark.timeout(300)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from notebook import Notebook
+from notebook import Notebook, plain
 
 TRAINING = """%%distributed
 def losses(stop_at=None):
@@ -23,10 +23,6 @@ def losses(stop_at=None):
     return found
 calm = losses()
 """
-
-
-def plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 @pytest.fixture(autouse=True)

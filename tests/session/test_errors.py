@@ -5,11 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from notebook import Notebook
-
-
-def plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+from notebook import Notebook, plain
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from notebook import Notebook, Output
+from notebook import Notebook, Output, plain
 
 SETUP = """%%distributed
 import time
@@ -69,10 +69,6 @@ def run_and_interrupt(nb: Notebook, code: str, after_s: float) -> Output:
     output = nb.wait(request, timeout=20)
     output.seconds = time.monotonic() - began
     return output
-
-
-def plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def test_an_error_while_others_wait_in_a_barrier(nb: Notebook) -> None:

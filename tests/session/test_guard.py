@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 import pytest
-from notebook import Notebook, Output
+from notebook import Notebook, Output, plain
 
 NAMES = "rank, world_size, id(dist), id(mesh), sub is not None, os.getpid()"
 SETUP = f"""%%distributed -o before
@@ -122,10 +121,6 @@ def _everything_is_as_before(nb: Notebook):
     output = nb(f"%%distributed -o after\nt = torch.ones(1); dist.all_reduce(t); assert t.item() == 4\n{NAMES}")
     assert output.status == "ok", output.error
     assert nb.value("after == before")
-
-
-def plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def assert_refused(output: Output, *parts: str, all_ranks: bool = True) -> None:
