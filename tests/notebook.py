@@ -48,6 +48,11 @@ class Output:
         return self.stdout.splitlines()
 
     @property
+    def shown(self) -> list[str]:
+        """What a page shows of the lines: text behind a carriage return covers what was before it."""
+        return [line.rsplit("\r", 1)[-1] for line in self.stdout.split("\n")]
+
+    @property
     def displays(self) -> list[dict[str, Any]]:
         return [m["content"]["data"] for m in self.messages if m["msg_type"] in ("display_data", "execute_result")]
 
