@@ -1,0 +1,1 @@
+"""Tensor parallelism of models that know nothing of it."""
