@@ -5,6 +5,7 @@ One device is a plain torch loop in the same process, written without nbtrain: t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 import nbtrain as nt
+from nbtrain.parallel.mesh import data_coordinate
+from nbtrain.parallel.state import full_gradients
 
 SEED = 7
 BATCH = 12
@@ -49,6 +53,7 @@ class Run:
     grad_clip: float | None = None
     sizes: tuple[int, ...] | None = None  # of each rank's share; None: equal ones
     autocast: bool = False  # the one device computes in bf16 too
+    meta: bool = False  # the model is built under nt.meta_init
     optimizer: Callable[[Any], torch.optim.Optimizer] = field(
         # not Adam: it divides gradients that are 0 but for rounding by themselves
         default=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)
@@ -65,38 +70,49 @@ def check(model: str, spec: str, run: Run, tolerance: Tolerance = FP32) -> None:
         tolerance: Of every comparison.
     """
     try:
-        _check(models.CASES[model], nt.Plan.parse(spec), run, tolerance)
+        check_case(models.CASES[model], spec, run, tolerance)
     except Exception as error:
         error.add_note(f"{model} with {spec} and {run}")
         raise
 
 
-def _check(case: models.Case, plan: nt.Plan, run: Run, tolerance: Tolerance) -> None:
-    reference, trainer = _reference(case), _trainer(case, plan, run)
+def check_case(case: models.Case, spec: str, run: Run, tolerance: Tolerance) -> None:
+    """`check` of a model that is at hand."""
+    plan = nt.Plan.parse(spec)
+    trainer = _trainer(case, plan, run)
+    reference = _reference(case, run, trainer)
+    layout = trainer._stepper.layout
     optimizer = run.optimizer(reference.parameters())
     if not run.autocast:
         _compare("output", _forward(reference, case), _forward(trainer.model, case), tolerance)
     generator = torch.Generator().manual_seed(SEED)
     for step in range(run.steps):
         batch = case.batch(generator, BATCH)
-        expected = _plain_step(reference, optimizer, case, batch, run)
-        positional, named = _arguments(_share(batch, run))
+        expected = _plain_step(reference, optimizer, case, batch, run, layout.dp)
+        part = data_coordinate(trainer.plan, rank())
+        positional, named = _arguments(_share(batch, run, part, layout.dp))
         loss = trainer.step(*positional, **named)
         _compare(f"loss {step}", expected, loss, tolerance)
-        _compare_gradients(reference, trainer.model, step, tolerance)
+        _compare_gradients(reference, trainer, step, tolerance)
     _compare_states(reference.state_dict(), trainer.state_dict(), tolerance)
 
 
-def _reference(case: models.Case) -> nn.Module:
+def _reference(case: models.Case, run: Run, trainer: nt.Trainer) -> nn.Module:
     torch.manual_seed(SEED)
-    return case.make()
+    reference = case.make()
+    if run.meta:
+        # what one device gets is told by the one who draws it; that ranks agree with it is test_meta_init's matter
+        reference.load_state_dict(trainer.state_dict())
+    return reference
 
 
 def _trainer(case: models.Case, plan: nt.Plan, run: Run) -> nt.Trainer:
     # other weights on other ranks: rank 0's count
     torch.manual_seed(SEED + rank())
     options = {"loss_fn": case.loss_fn, "grad_clip": run.grad_clip, "accumulate": run.accumulate}
-    return nt.Trainer(case.make(), plan, optimizer=run.optimizer, **options)
+    with nt.meta_init(SEED) if run.meta else contextlib.nullcontext():
+        model = case.make()
+    return nt.Trainer(model, plan, optimizer=run.optimizer, **options)
 
 
 def rank() -> int:
@@ -110,20 +126,22 @@ def world_size() -> int:
 def _forward(model: nn.Module, case: models.Case) -> torch.Tensor:
     """Logits of a batch that is the same on all ranks, in eval mode."""
     batch = case.batch(torch.Generator().manual_seed(SEED + 1), 4)
-    first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     model.eval()
     with torch.no_grad():
-        output = model(first)
+        if isinstance(batch, dict):
+            output = model(**batch)
+        else:
+            output = model(*batch[0]) if isinstance(batch[0], tuple) else model(batch[0])
     model.train()
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
 def _plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, case: models.Case, batch: Any, run: Run
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: models.Case, batch: Any, run: Run, dp: int
 ) -> torch.Tensor:
     """One step of a plain loop: chunk by chunk, where a chunk is what all ranks compute at a time."""
     optimizer.zero_grad()
-    shares = [_share(batch, run, part) for part in range(world_size())]
+    shares = [_share(batch, run, part, dp) for part in range(dp)]
     chunks = [_join([_chunk(share, run, index) for share in shares]) for index in range(run.accumulate)]
     compute = _autocast(model) if run.autocast else model
     losses = [_plain_loss(compute, case, chunk) for chunk in chunks]
@@ -146,35 +164,28 @@ def _autocast(model: nn.Module) -> Callable[..., Any]:
 
 def _plain_loss(model: Callable[..., Any], case: models.Case, batch: Any) -> tuple[torch.Tensor, Any]:
     """Sum and weight."""
-    size = len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+    size = len(tree_leaves(batch)[0])
     if case.loss_fn is not None:
-        result = case.loss_fn(model(batch[0]), *batch[1:])
+        inputs = batch[0] if isinstance(batch[0], tuple) else (batch[0],)
+        result = case.loss_fn(model(*inputs), *batch[1:])
         return result if isinstance(result, tuple) else (result * size, size)
     output = model(**batch) if isinstance(batch, dict) else model(*batch)
     loss = output[1] if isinstance(output, tuple) else output.loss
     return loss * size, size
 
 
-def _share(batch: Any, run: Run, part: int | None = None) -> Any:
-    part = rank() if part is None else part
-    sizes = run.sizes or (BATCH // world_size(),) * world_size()
-    return _map(batch, lambda tensor: tensor.split(sizes)[part])
+def _share(batch: Any, run: Run, part: int, dp: int) -> Any:
+    """What data-parallel rank ``part`` of ``dp`` gets."""
+    sizes = run.sizes or (BATCH // dp,) * dp
+    return tree_map(lambda tensor: tensor.split(sizes)[part], batch)
 
 
 def _chunk(batch: Any, run: Run, index: int) -> Any:
-    return _map(batch, lambda tensor: tensor.tensor_split(run.accumulate)[index])
-
-
-def _map(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(batch, dict):
-        return {name: change(tensor) for name, tensor in batch.items()}
-    return tuple(change(tensor) for tensor in batch)
+    return tree_map(lambda tensor: tensor.tensor_split(run.accumulate)[index], batch)
 
 
 def _join(batches: list[Any]) -> Any:
-    if isinstance(batches[0], dict):
-        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-    return tuple(torch.cat(column) for column in zip(*batches, strict=True))
+    return tree_map(lambda *parts: torch.cat(parts), *batches)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -185,14 +196,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _compare_gradients(reference: nn.Module, model: nn.Module, step: int, tolerance: Tolerance) -> None:
-    laid_out = dict(model.named_parameters())
-    assert list(laid_out) == [name for name, _ in reference.named_parameters()]
+def _compare_gradients(reference: nn.Module, trainer: nt.Trainer, step: int, tolerance: Tolerance) -> None:
+    gradients = full_gradients(trainer.model, trainer._stepper.layout)
+    assert list(gradients) == [name for name, _ in reference.named_parameters()]
     for name, parameter in reference.named_parameters():
-        gradient = laid_out[name].grad
+        gradient = gradients[name]
         assert (gradient is None) == (parameter.grad is None), f"gradient of {name} at step {step} is {gradient}"
         if parameter.grad is not None and gradient is not None:
-            _compare(f"gradient of {name} at step {step}", parameter.grad, whole(gradient), tolerance)
+            _compare(f"gradient of {name} at step {step}", parameter.grad, gradient, tolerance)
 
 
 def _compare_states(expected: dict[str, Any], got: dict[str, Any], tolerance: Tolerance) -> None:

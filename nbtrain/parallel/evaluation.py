@@ -15,6 +15,7 @@ from nbtrain.parallel import shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
+from nbtrain.parallel.peers import require_same_batch
 from nbtrain.parallel.totals import Tally
 
 
@@ -26,15 +27,18 @@ def evaluate(
     Raises:
         BatchError: Ranks have different numbers of batches, or nothing in them counts.
     """
-    if layout.group is not None and isinstance(batches, Sized):
-        _require_same_length(len(batches), layout.group, device)
+    if layout.everyone is not None and isinstance(batches, Sized):
+        _require_same_length(len(batches), layout.everyone, device)
     tally = Tally(device)
     with _eval_mode(model), torch.no_grad():
         for item in batches:
-            tally.add(compute_loss(model, loss_fn, batch_of(item).to(device)))
+            batch = batch_of(item)
+            if layout.peers is not None:
+                require_same_batch(batch, layout.peers, device)
+            tally.add(compute_loss(model, loss_fn, batch.to(device)))
     if layout.shards:
         shard.reshard(model)
-    totals = tally.reduce(layout.group)
+    totals = tally.reduce(layout.everyone, copies=layout.plan.tp)
     totals.require_meaning()
     return totals.mean
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.parallel.layout import layout_of
+from nbtrain.parallel.layout import Layout, layout_of
 from nbtrain.parallel.local import local
 from nbtrain.parallel.mesh import rank
+from nbtrain.parallel.state import whole_shape
 from nbtrain.plan.footprint import format_bytes
 from nbtrain.telemetry.memory import model_bytes
 
@@ -25,24 +27,28 @@ def holdings(model: nn.Module | Trainer, optimizer: Optimizer | None = None) -> 
         optimizer: Whose state counts.
 
     Returns:
-        ``rank``; ``plan`` (text, or None before `parallelize`); ``layout`` ("one device", "replicated" or
-        "sharded"); ``num_parameters`` of the whole model; ``local_parameters`` on this rank; ``num_units`` that are
+        ``rank``; ``plan`` (text, or None before `parallelize`); ``layout`` ("one device", "replicated",
+        "sharded", "cut", "sharded and cut" ...); ``num_parameters`` of the whole model; ``local_parameters`` on this rank; ``num_units`` that are
         gathered as a whole; and ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes``, ``buffers_bytes``.
     """
     if not isinstance(model, nn.Module):
         return holdings(model.model, model.optimizer)
     layout = layout_of(model)
-    parameters = list(model.parameters())
+    parameters = dict(model.named_parameters())
     held = model_bytes(model, optimizer)
     return {
         "rank": rank(),
         "plan": None if layout is None else str(layout.plan),
         "layout": "one device" if layout is None else layout.kind,
-        "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "local_parameters": sum(local(parameter).numel() for parameter in parameters),
+        "num_parameters": sum(_num_whole(name, parameter, layout) for name, parameter in parameters.items()),
+        "local_parameters": sum(local(parameter).numel() for parameter in parameters.values()),
         "num_units": 0 if layout is None or not layout.shards else len(layout.units) + 1,
         **{f"{name}_bytes": num_bytes for name, num_bytes in held.items()},
     }
+
+
+def _num_whole(name: str, parameter: nn.Parameter, layout: Layout | None) -> int:
+    return parameter.numel() if layout is None else math.prod(whole_shape(name, parameter, layout))
 
 
 def holdings_text(held: dict[str, Any]) -> str:

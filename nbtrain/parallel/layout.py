@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from nbtrain.parallel import shard
 from nbtrain.parallel.blueprint import Blueprint
 from nbtrain.parallel.live import Grouped
 from nbtrain.parallel.mesh import data_mesh
+from nbtrain.parallel.tensor.cuts import Cut, TensorPlan
+from nbtrain.parallel.tensor.peers import TensorGrouped
 from nbtrain.parallel.usage import Usage
 from nbtrain.plan import Plan
 
@@ -35,6 +37,7 @@ class Layout:
         result: What `parallelize` returned, where that isn't the model itself.
         blueprint: The model's structure before it was laid out; None on one device.
         order: Of the units in forward, as ranks agreed on it, by training mode; where FSDP shards.
+        tensor: Which part of each layer a tensor-parallel rank holds; None without tp.
     """
 
     plan: Plan
@@ -45,6 +48,7 @@ class Layout:
     result: nn.Module | None = None
     blueprint: Blueprint | None = None
     order: dict[bool, list[str]] = field(default_factory=dict)
+    tensor: TensorPlan | None = None
     _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property
@@ -59,18 +63,44 @@ class Layout:
     @property
     def kind(self) -> str:
         """In a word."""
-        if self.group is None:
+        if self.everyone is None:
             return "one device"
-        return "sharded" if self.shards else "replicated"
+        kinds = ["sharded" if self.shards else "replicated"] * (self.dp > 1) + ["cut"] * (self.plan.tp > 1)
+        return " and ".join(kinds)
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup | None:
-        """All data-parallel ranks; None when this rank is alone."""
+        """The data-parallel ranks that hold the same part of each layer; None where this rank is the only one."""
         return None if self.mesh is None or self.dp == 1 else data_mesh(self.mesh).get_group()
+
+    @functools.cached_property
+    def peers(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel ranks that get the same batch; None where this rank is the only one."""
+        return None if self.mesh is None or self.plan.tp == 1 else self.mesh.get_group("tp")
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks that take a step together; None when this rank is alone."""
+        return self.group if self.peers is None else dist.group.WORLD
+
+    @property
+    def part(self) -> int:
+        """Which part of each layer this rank holds, in ``range(plan.tp)``."""
+        return 0 if self.peers is None else dist.get_rank(self.peers)
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """How tensor-parallel peers cut parameters, by name; empty without tp."""
+        return {} if self.tensor is None else self.tensor.parameters
+
+    def names(self, model: nn.Module) -> dict[int, str]:
+        """The name of each tensor that an optimizer of ``model`` may hold, by id."""
+        return {id(parameter): name for name, parameter in model.named_parameters()}
 
     def rebind(self) -> None:
         """Process groups were formed again: take the new ones, here and in the models."""
-        vars(self).pop("group", None)
+        for name in ("group", "peers"):
+            vars(self).pop(name, None)
         self.order.clear()  # some ranks may have been cut off before they had agreed on it
         self.regroup()
         if self.shards:
@@ -78,13 +108,13 @@ class Layout:
                 shard.regroup(model)
 
     def regroup(self) -> None:
-        """Give the group to the modules that talk by it."""
-        if self.group is None:
-            return
+        """Give the groups to the modules that talk by them."""
         for model in list(self._models):
             for module in model.modules():
-                if isinstance(module, Grouped):
+                if isinstance(module, Grouped) and self.group is not None:
                     module.regroup(self.group)
+                if isinstance(module, TensorGrouped) and self.peers is not None:
+                    module.regroup_tensor(self.peers)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Layout:
         # goes along with a copied model, of which `layout_of` then knows that it isn't laid out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,22 +18,30 @@ from nbtrain.parallel.order import UnitOrder
 from nbtrain.parallel.precision import compute_in
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.shard import shard
+from nbtrain.parallel.tensor.apply import lay_out
+from nbtrain.parallel.tensor.decide import decide
 from nbtrain.parallel.usage import ShardUsage
 from nbtrain.plan import Plan
 
 
-def parallelize(model: nn.Module, plan: Plan | None = None, *, mesh: DeviceMesh | None = None) -> nn.Module:
-    """Replicates or shards ``model`` over the ranks. Collective; on one device it is the model itself.
+def parallelize(
+    model: nn.Module, plan: Plan | None = None, *, mesh: DeviceMesh | None = None, probe: Any = None
+) -> nn.Module:
+    """Replicates, shards or cuts ``model`` over the ranks. Collective; on one device it is the model itself.
 
     Weights and buffers are those of rank 0. With ``zero=0`` the result is a DDP replica of the model, which has the
     model's attributes and names; with ``zero`` 2 and 3 it is the model itself, sharded by FSDP2: each repeated block
-    is a unit. Batch normalisation takes its statistics over all ranks. bf16 keeps fp32 weights.
+    is a unit. Batch normalisation takes its statistics over all ranks. bf16 keeps fp32 weights. With ``tp`` above 1
+    each layer is cut (Megatron-LM, arXiv 1909.08053): which, and how, is found in a forward on a tiny batch, printed,
+    and proved layer by layer before anything is changed; parameters of cut layers are this rank's part, plain tensors.
     A second call with the same plan gives the first one's result.
 
     Args:
         model: The same on every rank in names and shapes, with weights on any real device.
         plan: Resolved against the number of ranks here; None takes that of ``--plan``, else ``Plan()``.
         mesh: With the axes of `build_mesh`; None builds it.
+        probe: With ``tp``: inputs that the model's forward takes: a tensor, a tuple, or a dict of keywords. None makes
+            up some. They are run once, without training on them.
 
     Raises:
         PlanError: The degrees do not fit the ranks, or the model is already laid out in another way.
@@ -57,7 +67,7 @@ def parallelize(model: nn.Module, plan: Plan | None = None, *, mesh: DeviceMesh 
     layout.originals = weak(model.named_parameters())
     if layout.mesh is not None:
         layout.blueprint = blueprint_of(model)
-    return _lay_out(model, layout)
+    return _lay_out(model, layout, probe)
 
 
 def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
@@ -67,6 +77,7 @@ def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
         model: Materialised from the blueprint, on its device.
         layout: Of the plan and mesh that the others have.
     """
+    _cut(model, layout)
     layout.originals = weak(model.named_parameters())
     result = _prepare(model, layout)
     layout.regroup()
@@ -79,16 +90,25 @@ def _again(layout: Layout, plan: Plan, model: nn.Module) -> nn.Module:
     raise PlanError(f"the model is laid out by {layout.plan!r}; build it again for {plan!r}")
 
 
-def _lay_out(model: nn.Module, layout: Layout) -> nn.Module:
+def _lay_out(model: nn.Module, layout: Layout, probe: Any) -> nn.Module:
     """The legal order: same weights everywhere, then what changes modules, then what wraps them."""
     device = meshes.device_of(layout.mesh)
-    if layout.group is not None:
-        preflight.check_same_on_ranks(model, layout.group)
+    if layout.everyone is not None:
+        preflight.check_same_on_ranks(model, layout.everyone)
     if device is not None:
         model.to(device)
-    if layout.group is not None:
-        broadcast_weights(model, layout.group)
+    if layout.everyone is not None:
+        broadcast_weights(model, layout.everyone)
+    if layout.peers is not None:
+        layout.tensor = decide(model, layout.plan, layout.peers, probe)
+        _cut(model, layout)
     return _prepare(model, layout)
+
+
+def _cut(model: nn.Module, layout: Layout) -> None:
+    """Each layer becomes this rank's part. Moves nothing."""
+    if layout.tensor is not None and layout.peers is not None:
+        lay_out(model, layout.tensor, layout.peers, rank=layout.part)
 
 
 def _prepare(model: nn.Module, layout: Layout) -> nn.Module:
@@ -99,9 +119,11 @@ def _prepare(model: nn.Module, layout: Layout) -> nn.Module:
 
 
 def _wrap(model: nn.Module, layout: Layout) -> nn.Module:
-    if layout.mesh is None or layout.group is None:
+    if layout.mesh is None or layout.everyone is None:
         remember(model, layout)
         return model
+    if layout.group is None:
+        return _known(model, layout)
     if layout.shards:
         units = shard(model, layout.plan, meshes.shard_mesh(layout.mesh))
         layout.units = tuple(units)

@@ -10,46 +10,80 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.tensor.parts import take_part
+from nbtrain.parallel.tensor.state import whole_of
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, layout: Layout) -> dict[str, Any]:
     """Copies on the CPU, on every rank. Collective. Tied entries are one object.
 
     One tensor is gathered at a time: beside the copy, the peak is the largest of them.
     """
     # by identity: a tied parameter has one tensor under two names
-    whole: dict[int, Any] = {}
+    made: dict[int, Any] = {}
     state = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in whole:
-            whole[id(value)] = _whole(value)
-        state[name] = whole[id(value)]
+        if id(value) not in made:
+            made[id(value)] = whole(name, value, layout)
+        state[name] = made[id(value)]
     return state
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+def full_gradients(model: nn.Module, layout: Layout) -> dict[str, torch.Tensor | None]:
+    """Whole gradients on the CPU, under the names of `full_state_dict`; None where a parameter has none. Collective."""
+    return {
+        name: None if parameter.grad is None else whole(name, parameter.grad, layout)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], layout: Layout) -> None:
     """Copies whole tensors into this rank's shards. Moves nothing: each rank has the whole state.
 
     Raises:
         ModelError: Names or shapes differ; all of them are listed, and nothing was changed.
     """
     own = model.state_dict(keep_vars=True)
-    problems = [*_name_problems(own, state), *_shape_problems(own, state)]
+    problems = [*_name_problems(own, state), *_shape_problems(own, state, layout)]
     if problems:
         raise ModelError("the state does not fit the model: " + "; ".join(problems))
     with torch.no_grad():
         for name, value in own.items():
             if isinstance(value, torch.Tensor):
-                value.copy_(_like(value, state[name]))
+                value.copy_(_like(value, part_of(name, state[name], layout)))
 
 
-def _whole(value: Any) -> Any:
+def whole(name: str, value: Any, layout: Layout) -> Any:
+    """What one device would have in the place of ``value``: a copy on the CPU. Collective.
+
+    Args:
+        name: Of the parameter that it is, or is the gradient of.
+        value: A tensor, or something else, which is itself.
+        layout: Of the model.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     tensor = value.detach()
     if isinstance(tensor, DTensor):
-        return tensor.full_tensor().cpu()
-    return tensor.to("cpu", copy=True)
+        tensor = tensor.full_tensor()
+    if (cut := layout.cuts.get(name)) is not None and layout.peers is not None:
+        return whole_of(tensor, cut, layout.peers).cpu()
+    return tensor.cpu() if isinstance(value, DTensor) else tensor.to("cpu", copy=True)
+
+
+def part_of(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The part of a whole tensor that this rank's layers hold, before data-parallel ranks shard it. Moves nothing."""
+    cut = layout.cuts.get(name)
+    return tensor if cut is None else take_part(tensor, cut, layout.part, layout.plan.tp)
+
+
+def whole_shape(name: str, tensor: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    """On one device."""
+    shape = list(tensor.shape)
+    if (cut := layout.cuts.get(name)) is not None:
+        shape[cut.dim] = cut.size
+    return tuple(shape)
 
 
 def _like(value: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -68,9 +102,10 @@ def _name_problems(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str
     return [*problems, f"the model has no {', '.join(unknown)}"] if unknown else problems
 
 
-def _shape_problems(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+def _shape_problems(own: Mapping[str, Any], state: Mapping[str, Any], layout: Layout) -> list[str]:
+    shapes = {n: whole_shape(n, value, layout) for n, value in own.items() if isinstance(value, torch.Tensor)}
     return [
-        f"'{name}' is {tuple(state[name].shape)} and must be {tuple(value.shape)}"
-        for name, value in own.items()
-        if name in state and isinstance(value, torch.Tensor) and state[name].shape != value.shape
+        f"'{name}' is {tuple(state[name].shape)} and must be {shape}"
+        for name, shape in shapes.items()
+        if name in state and tuple(state[name].shape) != shape
     ]

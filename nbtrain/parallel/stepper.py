@@ -3,6 +3,7 @@
 ::
 
     forward, backward of each chunk     gradients of sum / reference, reduced by DDP or FSDP
+    sum partial gradients               with tensor parallelism: of whole parameters that act on cut activations
     mirror gradients                    with redundancy: to the rank that would stand in for this one
     reduce totals                       loss sum, weight, norm, used parameters: the one place where ranks wait
     scale, clip                         by reference / weight
@@ -32,6 +33,7 @@ from nbtrain.parallel.mirror import Mirror
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.snapshot import Snapshot
+from nbtrain.parallel.spread import Spread
 from nbtrain.parallel.totals import Tally
 
 
@@ -69,6 +71,7 @@ class Stepper:
 
     def __post_init__(self) -> None:
         live.track_steps(self)
+        self._spread = Spread(self.model, self.layout, self.parameters)
         self._shape = self._count()
 
     def step(self, whole: Batch, accumulate: int) -> float:
@@ -89,9 +92,10 @@ class Stepper:
         self.phase = Phase(Stage.COMPUTING, step)
         try:
             gradients.drop(self.parameters)
-            if self.layout.group is None:
+            if self.layout.everyone is None:
                 self.reference = float(whole.num_samples or 1)
             tally = self._backward(chunks)
+            self._spread.sum_partial()
             if self.mirror is not None:
                 self.mirror.exchange(step, self._snapshot.random)
             self.phase = Phase(Stage.READY, step)
@@ -177,25 +181,20 @@ class Stepper:
 
     def _settle(self, tally: Tally) -> Settled:
         """What all ranks end this step by: the one place where they wait for each other."""
-        squares = gradients.square_sum(self.parameters) if self.grad_clip is not None else 0.0
+        squares = self._spread.square_sum() if self.grad_clip is not None else 0.0
         marks = self.layout.usage.take() if self.layout.usage is not None else ()
         used = self.reference
-        totals = tally.reduce(self.layout.group, used, self.phase.step, squares, marks)
+        totals = tally.reduce(self.layout.everyone, used, self.phase.step, squares, marks, copies=self.layout.plan.tp)
         if not totals.agreed:  # one that only some ranks took over would scale gradients wrongly
             self.reference = 1.0
         totals.require_meaning()
         norm = None
         factor = used / totals.weight
         if self.grad_clip is not None:
-            norm = math.sqrt(totals.square_sum / self._copies) * factor
+            norm = math.sqrt(totals.square_sum) * factor
             self._require_finite(norm)
             factor *= gradients.clip_factor(norm, self.grad_clip)
         return Settled(totals.mean, factor, totals.weight, norm, totals.marks)
-
-    @property
-    def _copies(self) -> int:
-        """How many ranks hold the same part of a gradient."""
-        return self.layout.plan.dp_replicate if self.layout.shards else self.layout.dp
 
     def _require_finite(self, norm: float) -> None:
         if math.isfinite(norm):

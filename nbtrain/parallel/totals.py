@@ -39,6 +39,7 @@ class Tally:
         step: int = 0,
         square_sum: torch.Tensor | float = 0.0,
         marks: Sequence[float] = (),
+        copies: int = 1,
     ) -> Totals:
         """Sums over the group's ranks, and waits for them. Without a group it moves nothing.
 
@@ -48,6 +49,7 @@ class Tally:
             step: Which step this rank takes.
             square_sum: Of this rank's gradients.
             marks: One for each parameter that ranks may or may not use; as many on every rank.
+            copies: How many ranks have the same batch, and count the same loss.
         """
         vector = torch.cat([self._sums, self._row(1.0, reference, reference**2, step, step**2, square_sum, *marks)])
         if group is not None:
@@ -55,7 +57,7 @@ class Tally:
         loss_sum, weight, *rest = vector.tolist()
         ranks, references, squares, steps, step_squares, total_squares, *totals = rest[3:]
         agreed = not (_spread(ranks, references, squares) or _spread(ranks, steps, step_squares))
-        return Totals(loss_sum, weight, total_squares, totals, uneven=_spread(*rest[0:3]), agreed=agreed)
+        return Totals(loss_sum / copies, weight / copies, total_squares, totals, uneven=_spread(*rest[0:3]), agreed=agreed)
 
     def _row(self, *values: Any) -> torch.Tensor:
         if not any(isinstance(value, torch.Tensor) for value in values):

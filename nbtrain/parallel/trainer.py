@@ -21,6 +21,7 @@ from nbtrain.parallel.loader import Loader, loader
 from nbtrain.parallel.loss import LossFn
 from nbtrain.parallel.optimizer import MakeOptimizer, make_optimizer, trained
 from nbtrain.parallel.parallelize import parallelize
+from nbtrain.parallel.peers import require_same_batch
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.state import full_state_dict, load_full_state_dict
 from nbtrain.parallel.stepper import Stepper
@@ -53,6 +54,7 @@ class Trainer:
             what it held anyway; shards without replicas are kept a second time on the next rank, in host memory: one
             more shard of weights and optimizer state, one more optimizer step on the CPU, and the traffic of one
             gradient shard a step. It needs an element-wise optimizer of torch.optim.
+        probe: With ``tp``: a tiny batch of the model's inputs, where `parallelize` cannot make one up.
 
     Attributes:
         model: The laid-out model.
@@ -76,6 +78,7 @@ class Trainer:
         grad_clip: float | None = None,
         accumulate: int = 1,
         redundancy: bool = False,
+        probe: Any = None,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
@@ -83,7 +86,7 @@ class Trainer:
             raise UsageError(f"Trainer needs an optimizer; {EXAMPLE}")
         _check_arguments(loss_fn, grad_clip, accumulate)
         require_all_ranks("Trainer")
-        self.model = parallelize(model, plan)
+        self.model = parallelize(model, plan, probe=probe)
         layout = _layout(self.model)
         self.plan = layout.plan
         if layout.shards:
@@ -122,8 +125,10 @@ class Trainer:
             GradientError: With ``grad_clip``: the norm is not finite.
         """
         require_all_ranks("Trainer.step")
-        share = Batch.of(batch, named).to(self._device)
-        return self._scalar(self._stepper.step(share, self._accumulate))
+        share = Batch.of(batch, named)
+        if (peers := self._stepper.layout.peers) is not None:
+            require_same_batch(share, peers, self._device)
+        return self._scalar(self._stepper.step(share.to(self._device), self._accumulate))
 
     def evaluate(self, batches: Iterable[Any]) -> torch.Tensor:
         """The global mean loss over ``batches``: no gradients, in eval mode, which is put back afterwards.
@@ -150,7 +155,7 @@ class Trainer:
         require_all_ranks("Trainer.state_dict")
         if self._stepper.layout.shards:
             self._stepper.require_whole()
-        return full_state_dict(self.model)
+        return full_state_dict(self.model, self._stepper.layout)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a whole model's state, as `state_dict` gives it; each rank keeps its part.
@@ -160,7 +165,7 @@ class Trainer:
         """
         if self._stepper.layout.shards:
             shard.reshard(self.model)
-        load_full_state_dict(self.model, state)
+        load_full_state_dict(self.model, state, self._stepper.layout)
 
     def loader(self, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> Loader:
         """`nbtrain.loader` with this trainer's plan."""
@@ -215,7 +220,7 @@ def _layout(model: nn.Module) -> Layout:
 
 
 def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    known = ("optimizer", "loss_fn", "scheduler", "grad_clip", "accumulate", "redundancy")
+    known = ("optimizer", "loss_fn", "scheduler", "grad_clip", "accumulate", "redundancy", "probe")
     for name in arguments:
         other = _OTHERWISE.get(name)
         hint = f"type {other}=" if other else nearest(name, known)

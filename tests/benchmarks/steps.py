@@ -1,4 +1,4 @@
-"""Step time of `Trainer.step` against a plain script with the same plan under torchrun, on two ranks.
+"""Step time of `Trainer.step` against a plain script with the same plan under torchrun.
 
 Both are alive at once and train in turn, a few steps each: only one of them computes at any time.
 """
@@ -20,7 +20,6 @@ from measure import Row, Samples, interleave, ratio
 import nbtrain as nt
 
 HERE = Path(__file__).parent
-NUM_RANKS = 2
 BLOCK = 4  # steps between two turns
 WARM_UP = 2  # blocks
 OURS = """
@@ -29,7 +28,7 @@ torch.manual_seed(0)
 trainer = nt.Trainer(
     GPT(), nt.Plan({plan}), optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, fused=True), loss_fn=token_mean
 )
-inputs, targets = make_batch(rank)
+inputs, targets = make_batch(rank // trainer.plan.tp)
 def train(num_steps):
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -39,12 +38,18 @@ def train(num_steps):
 
 
 def run(rounds: int = 12) -> list[Row]:
-    return [_compare("DDP", "ddp", "zero=0", rounds), _compare("FSDP2", "fsdp", "zero=3", rounds)]
+    return [
+        _compare("DDP", "ddp", "zero=0", rounds),
+        _compare("FSDP2", "fsdp", "zero=3", rounds),
+        _compare("tensor parallel", "tp", "tp=2", rounds),
+        _compare("tensor parallel x FSDP2", "tp_fsdp", "zero=3, tp=2", rounds, num_ranks=4),
+    ]
 
 
-def _compare(label: str, kind: str, plan: str, rounds: int) -> Row:
-    threads = max(1, len(os.sched_getaffinity(0)) // NUM_RANKS)
-    with nt.Session(NUM_RANKS, gpus="none", threads=threads) as session, _Script(kind, threads).running() as script:
+def _compare(label: str, kind: str, plan: str, rounds: int, num_ranks: int = 2) -> Row:
+    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    plain = _Script(kind, num_ranks, threads)
+    with nt.Session(num_ranks, gpus="none", threads=threads) as session, plain.running() as script:
         session.run((HERE / "gpt.py").read_text() + OURS.format(plan=plan))
 
         def ours() -> float:
@@ -53,13 +58,13 @@ def _compare(label: str, kind: str, plan: str, rounds: int) -> Row:
 
         interleave(WARM_UP, ours, script.train)
         mine, theirs = interleave(rounds, ours, script.train)
-    return _row(label, plan, mine, theirs)
+    return _row(f"{label}, {num_ranks} ranks", mine, theirs)
 
 
-def _row(label: str, plan: str, mine: Samples, theirs: Samples) -> Row:
+def _row(label: str, mine: Samples, theirs: Samples) -> Row:
     throughput = ratio(theirs, mine)  # throughput is the inverse of time
     return Row(
-        what=f"step time, {label}, {NUM_RANKS} ranks",
+        what=f"step time, {label}",
         ours=mine.text("ms", 0, 1e3),
         peers=f"torchrun script {theirs.text('ms', 0, 1e3)}",
         result=throughput.text("of its throughput", 3),
@@ -71,8 +76,8 @@ def _row(label: str, plan: str, mine: Samples, theirs: Samples) -> Row:
 class _Script:
     """The plain script under torchrun."""
 
-    def __init__(self, kind: str, threads: int) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, num_ranks: int, threads: int) -> None:
+        self.kind, self.num_ranks = kind, num_ranks
         quiet = {"PYTHONWARNINGS": "ignore"}  # FSDP2 warns of in-place operations that the model does not have
         self.environment = {**os.environ, **quiet, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
         self.links: list[Any] = []
@@ -82,7 +87,7 @@ class _Script:
         with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/socket", "AF_UNIX") as listener:
             process = subprocess.Popen(self._command(f"{folder}/socket"), env=self.environment)
             try:
-                self.links = [listener.accept() for _ in range(NUM_RANKS)]
+                self.links = [listener.accept() for _ in range(self.num_ranks)]
                 yield self
             finally:
                 for link in self.links:
@@ -96,5 +101,5 @@ class _Script:
         return max(link.recv() for link in self.links)
 
     def _command(self, address: str) -> list[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_ranks}"]
         return [*launcher, str(HERE / "plain_script.py"), self.kind, address]

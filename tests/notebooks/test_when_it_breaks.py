@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from executed import shown
 
-NAME = "01_when_it_breaks.ipynb"
+NAME = "20_when_it_breaks.ipynb"
 
 
 @pytest.mark.timeout(300)

@@ -9,6 +9,7 @@ lies between needs no communication::
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -94,3 +95,12 @@ class TensorPlan:
     partial: tuple[str, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
     trunk: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, Cut]:
+        """Cuts by the parameter's full name; a tied one under each of its names."""
+        return {
+            f"{name}.{own}".removeprefix("."): cut
+            for name, layer in self.layers.items()
+            for own, cut in layer.cuts.items()
+        }

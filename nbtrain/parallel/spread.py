@@ -1,0 +1,56 @@
+"""On how many ranks the same part of a gradient lies, and where it is a part of a sum still."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbtrain.parallel import gradients
+from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.local import local_gradients
+from nbtrain.parallel.tensor.sequence import sequence_partial
+
+
+class Spread:
+    """Of the trained parameters of one model.
+
+    Args:
+        model: Laid out.
+        layout: Of the model.
+        parameters: Those that train, as the optimizer has them.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, parameters: list[nn.Parameter]) -> None:
+        self._layout = layout
+        plan = layout.plan
+        names = layout.names(model)
+        cuts, partial = layout.cuts, set()
+        if layout.tensor is not None:
+            partial = {*layout.tensor.partial, *sequence_partial(model, layout.tensor)}
+        over_data = plan.dp_replicate if layout.shards or plan.zero == 1 else plan.dp
+        self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for parameter in parameters:
+            whole = names.get(id(parameter)) not in cuts
+            self._by_copies[over_data * (plan.tp if whole else 1)].append(parameter)
+        self._partial = [parameter for parameter in parameters if names.get(id(parameter)) in partial]
+
+    def square_sum(self) -> torch.Tensor | float:
+        """This rank's share of the squares of all gradients: summed over all ranks, each counts once. 0-d, float64."""
+        return sum(gradients.square_sum(held) / copies for copies, held in self._by_copies.items())
+
+    def sum_partial(self) -> None:
+        """Makes gradients whole of which each tensor-parallel peer has a part. Collective over peers.
+
+        Norms on parts of the sequence, and what acts on each head alike, see a part of the activations on each rank
+        (Megatron-LM, arXiv 2205.05198, section 4.2.2).
+        """
+        if self._layout.peers is None or not (parts := local_gradients(self._partial)):
+            return
+        # one message: they are small
+        flat = torch.cat([part.flatten().float() for part in parts])
+        dist.all_reduce(flat, group=self._layout.peers)
+        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))

@@ -1,0 +1,80 @@
+"""Which layers of a model are cut, and how: found, proved, told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbtrain.errors import ModelError
+from nbtrain.parallel.tensor.cuts import TensorPlan
+from nbtrain.parallel.tensor.describe import describe
+from nbtrain.parallel.tensor.patterns import from_patterns
+from nbtrain.parallel.tensor.probe import probe_inputs
+from nbtrain.parallel.tensor.proof import Call, refuted, without
+from nbtrain.parallel.tensor.recognise import findings, recognise
+from nbtrain.plan import Plan
+
+
+def decide(model: nn.Module, plan: Plan, peers: dist.ProcessGroup, probe: Any = None) -> TensorPlan:
+    """The tensor-parallel plan of ``model``. Collective over peers; the first of all ranks prints it.
+
+    Args:
+        model: Whole, with the same weights on every peer.
+        plan: Resolved, ``tp`` above 1.
+        peers: The tensor-parallel ranks.
+        probe: Inputs of the model's forward, or None.
+
+    Raises:
+        ModelError: Sizes that tp does not divide, patterns that fit nothing, layers that would compute something else,
+            or a model of which nothing can be cut; all findings in one message.
+    """
+    device = next(model.parameters()).device
+    call = as_call(probe, device) if probe is not None else probe_inputs(model, device)
+    if problems := findings(model, plan.tp, call):
+        raise ModelError("\n".join(problems))
+    patterns = plan.tp_plan if isinstance(plan.tp_plan, Mapping) else None
+    chosen = _chosen(model, plan, patterns, call)
+    wrong = refuted(model, chosen, call, peers) if call is not None else {}
+    if wrong and patterns is not None:
+        told = "; ".join(f"'{name}': {why}" for name, why in wrong.items())
+        raise ModelError(f"tp_plan would give other numbers than one device: {told}; leave these layers out of it")
+    chosen = without(chosen, wrong)
+    if not chosen.layers:
+        raise ModelError(_nothing(model, plan, chosen, call))
+    if dist.get_rank() == 0:
+        print(describe(chosen, model))
+    return chosen
+
+
+def as_call(probe: Any, device: torch.device) -> Call:
+    """``probe`` as arguments of a forward."""
+
+    def there(value: Any) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    if isinstance(probe, Mapping):
+        return (), {name: there(value) for name, value in probe.items()}
+    return tuple(map(there, probe if isinstance(probe, tuple | list) else (probe,))), {}
+
+
+def _chosen(model: nn.Module, plan: Plan, patterns: Mapping[str, str] | None, call: Call | None) -> TensorPlan:
+    if patterns is not None:
+        return from_patterns(model, plan.tp, patterns, call, sequence=plan.sequence_parallel)
+    if call is None:
+        raise ModelError(
+            f"no inputs could be made up that {type(model).__name__}'s forward takes, and tp={plan.tp} is found in a "
+            "forward on a tiny batch; give one: nt.Trainer(..., probe=inputs) or nt.parallelize(..., probe=inputs)"
+        )
+    return recognise(model, plan.tp, call, sequence=plan.sequence_parallel)
+
+
+def _nothing(model: nn.Module, plan: Plan, chosen: TensorPlan, call: Call | None) -> str:
+    reasons = "".join(f"\n  '{name}': {why}" for name, why in list(chosen.whole.items())[:8])
+    return (
+        f"nothing in {type(model).__name__} can be cut over tp={plan.tp} ranks, which would all compute the same; "
+        f"type tp=1, or say what to cut: tp_plan={{'name.of.a.layer': 'colwise', ...}}{reasons}"
+    )
