@@ -1,0 +1,176 @@
+"""What cut layers communicate, forward and backward.
+
+::
+
+    function           forward                 backward                 Megatron-LM
+    enter              identity                all-reduce               f
+    leave              all-reduce              identity                 g
+    gather_last        all-gather, last dim    take the own part
+    split_last         take the own part       all-gather, last dim
+    gather_sequence    all-gather, dim 1       reduce-scatter, dim 1    g, with sequence parallelism
+    scatter_sequence   reduce-scatter, dim 1   all-gather, dim 1        g-bar, with sequence parallelism
+    cut_sequence       take the own part       all-gather, dim 1
+    join_sequence      all-gather, dim 1       take the own part
+
+Of arXiv 1909.08053 (section 3) and arXiv 2205.05198 (section 4.2.2). Tensors of any floating dtype and strides;
+"whole" ones are equal on all peers, and so are their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.parallel.tensor.peers import Peers
+
+# torch 2.13 renamed them
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_SEQUENCE = 1
+_ENTERED = "_nbtrain_entered"
+
+
+def enter(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """What column layers take: ``x``, whose gradient is the sum of all peers' gradients.
+
+    Layers that take the same tensor share it (q, k and v, or gate and up), so that backward sums once for all.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    if x.is_leaf:  # its graph holds it: an attribute would close a cycle that nothing frees
+        return _applied(_Enter, x, peers)
+    version, by, entered = vars(x).get(_ENTERED, (None, None, None))
+    if version == x._version and by is peers and entered is not None:
+        return entered  # type: ignore[no-any-return]
+    entered = _applied(_Enter, x, peers)
+    vars(x)[_ENTERED] = (x._version, peers, entered)
+    return entered
+
+
+def leave(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """The sum of all peers' ``x``, which is overwritten: give what nobody else holds."""
+    return _applied(_Leave, x, peers)
+
+
+def gather_last(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """Parts (..., d/t) of all peers, in order: (..., d)."""
+    return _applied(_Gather, x, peers, x.dim() - 1)
+
+
+def split_last(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """This rank's part (..., d/t) of a whole (..., d)."""
+    return _applied(_Split, x, peers, x.dim() - 1)
+
+
+def gather_sequence(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """Parts (B, T/t, ...) of all peers: (B, T, ...), for layers that each have a part of its gradient."""
+    return _applied(_GatherSum, x, peers, _SEQUENCE)
+
+
+def scatter_sequence(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """This rank's part (B, T/t, ...) of the sum of all peers' (B, T, ...)."""
+    return _applied(_ScatterSum, x, peers, _SEQUENCE)
+
+
+def cut_sequence(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """This rank's part (B, T/t, ...) of a whole (B, T, ...)."""
+    return _applied(_Split, x, peers, _SEQUENCE)
+
+
+def join_sequence(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """Parts (B, T/t, ...) of all peers: a whole (B, T, ...), of which all peers compute the same."""
+    return _applied(_Gather, x, peers, _SEQUENCE)
+
+
+def all_reduced(x: torch.Tensor, peers: Peers, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """A new tensor; no gradient."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, op, group=peers.group)
+    return total
+
+
+def all_gathered(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
+    """All peers' ``x`` one behind the other along ``dim``; no gradient."""
+    parts = x.new_empty((peers.degree, *x.shape))
+    _all_gather(parts.view(-1), x.detach().contiguous().view(-1), group=peers.group)
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scattered(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
+    """This rank's part along ``dim`` of the sum of all peers' ``x``; no gradient."""
+    parts = torch.stack(x.detach().chunk(peers.degree, dim))
+    own = x.new_empty(parts.shape[1:])
+    _reduce_scatter(own.view(-1), parts.view(-1), group=peers.group)
+    return own
+
+
+def own_part(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
+    """This rank's part along ``dim``: a copy, so that the whole can be freed."""
+    size = x.shape[dim] // peers.degree
+    return x.narrow(dim, peers.rank * size, size).clone(memory_format=torch.contiguous_format)
+
+
+def _applied(function: Any, *args: Any) -> torch.Tensor:
+    output: torch.Tensor = function.apply(*args)
+    return output
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
+        ctx.peers = peers
+        # not a view, which would hold the tensor that holds it
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduced(gradient, ctx.peers), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
+        if not x.is_contiguous():
+            return all_reduced(x, peers)
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=peers.group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Along(torch.autograd.Function):
+    """Forward and backward are collectives along a dim: ``(x, peers, dim)``."""
+
+    there: Any
+    back: Any
+
+    @classmethod
+    def forward(cls, ctx: Any, x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
+        ctx.peers, ctx.dim = peers, dim
+        return cls.there(x, peers, dim)  # type: ignore[no-any-return]
+
+    @classmethod
+    def backward(cls, ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return cls.back(gradient, ctx.peers, ctx.dim), None, None
+
+
+class _Gather(_Along):
+    there, back = staticmethod(all_gathered), staticmethod(own_part)
+
+
+class _Split(_Along):
+    there, back = staticmethod(own_part), staticmethod(all_gathered)
+
+
+class _GatherSum(_Along):
+    there, back = staticmethod(all_gathered), staticmethod(reduce_scattered)
+
+
+class _ScatterSum(_Along):
+    there, back = staticmethod(reduce_scattered), staticmethod(all_gathered)

@@ -1,0 +1,113 @@
+"""Linear layers cut by columns (output features) or rows (input features), over ``nn.Linear`` and its like.
+
+A layer becomes one of a subclass of its own class: names, hooks and ``isinstance`` stay. Weights are (out, in) as in
+``nn.Linear``, or (in, out) as in Hugging Face's ``Conv1D``, which has ``nx`` and ``nf`` instead of ``in_features`` and
+``out_features``; these attributes are the part's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nbtrain.parallel.tensor.collectives import (
+    enter,
+    gather_last,
+    gather_sequence,
+    leave,
+    scatter_sequence,
+)
+from nbtrain.parallel.tensor.cuts import Cut
+from nbtrain.parallel.tensor.parts import joined
+from nbtrain.parallel.tensor.peers import Peers, TensorGrouped
+
+Entrance = Literal["sum", "gather", "open"]
+"""How a column layer takes its input.
+
+::
+
+    sum       whole; its gradient is summed over peers
+    gather    this rank's part of the sequence, which is gathered
+    open      whole, and whoever made it whole sums the gradient
+"""
+
+
+class Cutting(TensorGrouped):
+    """Either kind. ``weight`` is a rank's part."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    transposed: bool
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
+
+
+class Column(Cutting):
+    """(..., in) to this rank's (..., out/t); or to the whole (..., out), with ``gathers``."""
+
+    entrance: Entrance = "sum"
+    gathers: Cut | None = None
+    marks: bool = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self._product(entered(x, self.entrance, self.peers), self.bias)
+        return output if self.gathers is None else joined(gather_last(output, self.peers), self.gathers, self.peers)
+
+
+class Row(Cutting):
+    """This rank's (..., in/t) to (..., out), summed over peers; the bias, which is whole, is added once, after the sum.
+
+    With ``scatters`` the sum is cut along the sequence: (B, T, in/t) to (B, T/t, out).
+    """
+
+    scatters: bool = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(self._product(x), self.bias)
+
+    def finish(self, partial: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return finished(partial, bias, self.scatters, self.peers)
+
+
+def entered(x: torch.Tensor, entrance: Entrance, peers: Peers) -> torch.Tensor:
+    """``x`` as a layer that is cut by columns multiplies it."""
+    if entrance == "open":
+        return x
+    return enter(x, peers) if entrance == "sum" else gather_sequence(x, peers)
+
+
+def finished(partial: torch.Tensor, bias: torch.Tensor | None, scatters: bool, peers: Peers) -> torch.Tensor:
+    """Sum of all peers' ``partial`` (..., out), plus the whole ``bias`` (out)."""
+    total = scatter_sequence(partial, peers) if scatters else leave(partial, peers)
+    # autocast computes products in bf16 and would add an fp32 bias in fp32
+    return total if bias is None else total + bias.to(total.dtype)
+
+
+_classes: dict[tuple[type, type], type[Any]] = {}
+
+
+def cut_class(kind: type, own: type) -> type[Any]:
+    """The subclass of ``own`` whose forward is that of ``kind``: one for each pair."""
+    if (kind, own) not in _classes:
+        _classes[kind, own] = type(f"{kind.__name__}{own.__name__}", (kind, own), {"__module__": own.__module__})
+    return _classes[kind, own]
+
+
+def cut_linear(module: nn.Module, kind: type[Cutting]) -> None:
+    """Swaps the class of a linear layer whose weight is a part already."""
+    transposed = not hasattr(module, "in_features")
+    if issubclass(type(module), Cutting):
+        return
+    module.__class__ = cut_class(kind, type(module))
+    module.transposed = transposed  # type: ignore[assignment]
+    inputs, outputs = ("nx", "nf") if transposed else ("in_features", "out_features")
+    for name, dim in ((inputs, 0 if transposed else 1), (outputs, 1 if transposed else 0)):
+        setattr(module, name, module.weight.shape[dim])  # type: ignore[index]
+
+
+ColumnLinear = cut_class(Column, nn.Linear)
+RowLinear = cut_class(Row, nn.Linear)
