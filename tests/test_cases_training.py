@@ -106,7 +106,7 @@ def test_04_an_optimizer_of_another_model_is_refused() -> None:
 def test_05_tied_embeddings_stay_tied(spec: str, ranks: int) -> None:
     def on_rank() -> None:
         case = models.Case(models.Tied, models.CASES["gpt"].batch, models.token_mean)
-        parity._check(case, nt.Plan.parse(spec), Run(steps=5), FP32)
+        parity.check_case(case, spec, Run(steps=5), FP32)
         trainer = nt.Trainer(models.Tied(), nt.Plan.parse(spec), optimizer=sgd, loss_fn=models.token_mean)
         state = trainer.state_dict()
         assert state["head.weight"] is state["emb.weight"]

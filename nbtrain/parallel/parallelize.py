@@ -19,7 +19,6 @@ from nbtrain.parallel.precision import compute_in
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.shard import shard
 from nbtrain.parallel.tensor.apply import lay_out
-from nbtrain.parallel.tensor.decide import decide
 from nbtrain.parallel.usage import ShardUsage
 from nbtrain.plan import Plan
 
@@ -100,6 +99,8 @@ def _lay_out(model: nn.Module, layout: Layout, probe: Any) -> nn.Module:
     if layout.everyone is not None:
         broadcast_weights(model, layout.everyone)
     if layout.peers is not None:
+        from nbtrain.parallel.tensor.decide import decide  # its parts are many, and needed for tp alone
+
         layout.tensor = decide(model, layout.plan, layout.peers, probe)
         _cut(model, layout)
     return _prepare(model, layout)

@@ -11,7 +11,6 @@ from torch import nn
 from nbtrain.parallel import gradients
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.local import local_gradients
-from nbtrain.parallel.tensor.sequence import sequence_partial
 
 
 class Spread:
@@ -29,6 +28,8 @@ class Spread:
         names = layout.names(model)
         cuts, partial = layout.cuts, set()
         if layout.tensor is not None:
+            from nbtrain.parallel.tensor.sequence import sequence_partial  # needed for tp alone
+
             partial = {*layout.tensor.partial, *sequence_partial(model, layout.tensor)}
         over_data = plan.dp_replicate if layout.shards or plan.zero == 1 else plan.dp
         self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
