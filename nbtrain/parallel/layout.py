@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +20,9 @@ from nbtrain.parallel.tensor.cuts import Cut, TensorPlan
 from nbtrain.parallel.tensor.peers import TensorGrouped
 from nbtrain.parallel.usage import Usage
 from nbtrain.plan import Plan
+
+if TYPE_CHECKING:
+    from nbtrain.parallel.own_loop import OwnLoop
 
 _ATTRIBUTE = "_nbtrain_layout"
 
@@ -38,6 +42,7 @@ class Layout:
         blueprint: The model's structure before it was laid out; None on one device.
         order: Of the units in forward, as ranks agreed on it, by training mode; where FSDP shards.
         tensor: Which part of each layer a tensor-parallel rank holds; None without tp.
+        loop: What makes training loops of one's own right with tp; None without.
     """
 
     plan: Plan
@@ -49,6 +54,7 @@ class Layout:
     blueprint: Blueprint | None = None
     order: dict[bool, list[str]] = field(default_factory=dict)
     tensor: TensorPlan | None = None
+    loop: OwnLoop | None = None
     _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nbtrain.errors import ModelError, PlanError
-from nbtrain.parallel import batchnorm, live, preflight
+from nbtrain.parallel import batchnorm, live, own_loop, preflight
 from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.blueprint import blueprint_of
 from nbtrain.parallel.broadcast import broadcast_weights
@@ -142,4 +142,6 @@ def _known(model: nn.Module, layout: Layout) -> nn.Module:
     """Remember ``model``, now that it is whole: what an interrupt left half made cannot take new groups."""
     remember(model, layout)
     live.track(layout)
+    if layout.peers is not None:
+        layout.loop = own_loop.watch(model, layout)
     return model

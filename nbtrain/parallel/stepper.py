@@ -84,6 +84,8 @@ class Stepper:
             )
         if torch.is_inference_mode_enabled():
             raise UsageError("a step needs gradients; call trainer.step outside torch.inference_mode()")
+        if self.layout.loop is not None:
+            self.layout.loop.taken_over = True
         chunks = whole.chunks(accumulate)
         if self.phase.stage is not Stage.STEPPED:
             self._drop()

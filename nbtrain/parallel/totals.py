@@ -57,7 +57,9 @@ class Tally:
         loss_sum, weight, *rest = vector.tolist()
         ranks, references, squares, steps, step_squares, total_squares, *totals = rest[3:]
         agreed = not (_spread(ranks, references, squares) or _spread(ranks, steps, step_squares))
-        return Totals(loss_sum / copies, weight / copies, total_squares, totals, uneven=_spread(*rest[0:3]), agreed=agreed)
+        return Totals(
+            loss_sum / copies, weight / copies, total_squares, totals, uneven=_spread(*rest[0:3]), agreed=agreed
+        )
 
     def _row(self, *values: Any) -> torch.Tensor:
         if not any(isinstance(value, torch.Tensor) for value in values):

@@ -1,8 +1,8 @@
 """A training script without nbtrain, as one writes it for torchrun: DDP, FSDP2, tensor parallelism or both; AdamW.
 
 For tensor parallelism the model is written anew with separate projections and sizes left open, as torch's styles need
-it: the same number of parameters and of operations. ``torchrun --nproc-per-node 2 plain_script.py ddp ADDRESS``: it trains as many steps as the socket at ADDRESS asks
-for, and answers with the seconds a step.
+it: the same number of parameters and of operations. ``torchrun --nproc-per-node 2 plain_script.py ddp ADDRESS``: it
+trains as many steps as the socket at ADDRESS asks for, and answers with the seconds a step.
 """
 
 from __future__ import annotations

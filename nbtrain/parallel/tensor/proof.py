@@ -238,7 +238,11 @@ def _make_real(module: nn.Module) -> None:
                     continue
                 if id(tensor) not in made:
                     values = torch.randn(tensor.shape, generator=generator) * 0.1
-                    real = values.to(tensor.dtype) if tensor.is_floating_point() else torch.zeros_like(tensor, device="cpu")
+                    real = (
+                        values.to(tensor.dtype)
+                        if tensor.is_floating_point()
+                        else torch.zeros_like(tensor, device="cpu")
+                    )
                     parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if parameter else real
                 slots[name] = made[id(tensor)]  # type: ignore[assignment]
