@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -11,7 +12,9 @@ from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.blueprint import blueprint_of
 from nbtrain.parallel.broadcast import broadcast_weights
 from nbtrain.parallel.cell import plan_or_default, require_all_ranks
+from nbtrain.parallel.deferred import Deferred
 from nbtrain.parallel.layout import Layout, layout_of, remember, weak
+from nbtrain.parallel.materialise import check_same_start, materialise_buffers, materialise_shards
 from nbtrain.parallel.order import UnitOrder
 from nbtrain.parallel.precision import compute_in
 from nbtrain.parallel.replicate import Replica
@@ -29,7 +32,8 @@ def parallelize(model: nn.Module, plan: Plan | None = None, *, mesh: DeviceMesh 
     A second call with the same plan gives the first one's result.
 
     Args:
-        model: The same on every rank in names and shapes, with weights on any real device.
+        model: The same on every rank in names and shapes, with weights on any real device, or built under
+            `meta_init`: then each rank makes its own part of them, and nothing is broadcast.
         plan: Resolved against the number of ranks here; None takes that of ``--plan``, else ``Plan()``.
         mesh: With the axes of `build_mesh`; None builds it.
 
@@ -55,9 +59,11 @@ def parallelize(model: nn.Module, plan: Plan | None = None, *, mesh: DeviceMesh 
     preflight.check_model(model, plan)
     layout = Layout(plan, meshes.build_mesh(plan) if mesh is None else mesh)
     layout.originals = weak(model.named_parameters())
+    deferred = Deferred(model)
+    materialise_buffers(model, deferred, _device(layout))  # of which the blueprint keeps some
     if layout.mesh is not None:
         layout.blueprint = blueprint_of(model)
-    return _lay_out(model, layout)
+    return _lay_out(model, layout, deferred)
 
 
 def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
@@ -79,31 +85,40 @@ def _again(layout: Layout, plan: Plan, model: nn.Module) -> nn.Module:
     raise PlanError(f"the model is laid out by {layout.plan!r}; build it again for {plan!r}")
 
 
-def _lay_out(model: nn.Module, layout: Layout) -> nn.Module:
+def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred) -> nn.Module:
     """The legal order: same weights everywhere, then what changes modules, then what wraps them."""
     device = meshes.device_of(layout.mesh)
     if layout.group is not None:
         preflight.check_same_on_ranks(model, layout.group)
+        check_same_start(deferred, layout.group)
     if device is not None:
-        model.to(device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     if layout.group is not None:
         broadcast_weights(model, layout.group)
-    return _prepare(model, layout)
+    if not layout.shards:
+        materialise_shards(model, deferred, _device(layout))
+    return _prepare(model, layout, deferred)
 
 
-def _prepare(model: nn.Module, layout: Layout) -> nn.Module:
+def _device(layout: Layout) -> torch.device:
+    return meshes.device_of(layout.mesh) or torch.get_default_device()
+
+
+def _prepare(model: nn.Module, layout: Layout, deferred: Deferred | None = None) -> nn.Module:
     if layout.group is not None:
         batchnorm.normalise_globally(model, layout.group)
     compute_in(model, layout.plan.precision)
-    return _wrap(model, layout)
+    return _wrap(model, layout, deferred)
 
 
-def _wrap(model: nn.Module, layout: Layout) -> nn.Module:
+def _wrap(model: nn.Module, layout: Layout, deferred: Deferred | None) -> nn.Module:
     if layout.mesh is None or layout.group is None:
         remember(model, layout)
         return model
     if layout.shards:
         units = shard(model, layout.plan, meshes.shard_mesh(layout.mesh))
+        if deferred:
+            materialise_shards(model, deferred, _device(layout))
         layout.units = tuple(units)
         layout.usage = ShardUsage(model)
         UnitOrder(model, units, layout)
