@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain.cluster.session import Session, session
+    from nbtrain.parallel.deferred import meta_init
     from nbtrain.parallel.loader import loader
     from nbtrain.parallel.parallelize import parallelize
     from nbtrain.parallel.trainer import Trainer
+    from nbtrain.parallel.verify import verify
     from nbtrain.plan import Plan
     from nbtrain.telemetry.progress import progress
 
@@ -27,9 +29,11 @@ _HOME = {
     "Trainer": "nbtrain.parallel.trainer",
     "errors": "nbtrain",
     "loader": "nbtrain.parallel.loader",
+    "meta_init": "nbtrain.parallel.deferred",
     "parallelize": "nbtrain.parallel.parallelize",
     "progress": "nbtrain.telemetry.progress",
     "session": "nbtrain.cluster.session",
+    "verify": "nbtrain.parallel.verify",
 }
 
 __all__ = [
@@ -40,10 +44,12 @@ __all__ = [
     "errors",
     "load_ipython_extension",
     "loader",
+    "meta_init",
     "parallelize",
     "progress",
     "session",
     "unload_ipython_extension",
+    "verify",
 ]
 
 

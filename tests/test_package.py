@@ -25,10 +25,12 @@ def test_the_public_surface() -> None:
         "errors",
         "load_ipython_extension",
         "loader",
+        "meta_init",
         "parallelize",
         "progress",
         "session",
         "unload_ipython_extension",
+        "verify",
     ]
     assert [getattr(nbtrain, name).__doc__ for name in nbtrain.__all__ if name != "__version__"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

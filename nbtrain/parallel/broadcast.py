@@ -12,9 +12,11 @@ _CHUNK_BYTES = 250 * 2**20
 def broadcast_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Overwrites parameters and buffers with those of the group's first rank. Collective.
 
+    Those on the meta device are left out: each rank makes them itself.
+
     The models must agree in names, shapes and dtypes (`preflight.check_same_on_ranks`).
     """
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

@@ -29,7 +29,8 @@ def holdings(model: nn.Module | Trainer, optimizer: Optimizer | None = None) -> 
     Returns:
         ``rank``; ``plan`` (text, or None before `parallelize`); ``layout`` ("one device", "replicated",
         "sharded", "cut", "sharded and cut" ...); ``num_parameters`` of the whole model; ``local_parameters`` on this
-        rank; ``num_units`` that are gathered as a whole; and ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes``, ``buffers_bytes``.
+        rank; ``num_units`` that are gathered as a whole; and ``parameters_bytes``, ``gradients_bytes``,
+        ``optimizer_bytes``, ``buffers_bytes``.
     """
     if not isinstance(model, nn.Module):
         return holdings(model.model, model.optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,11 +14,14 @@ from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.blueprint import blueprint_of
 from nbtrain.parallel.broadcast import broadcast_weights
 from nbtrain.parallel.cell import plan_or_default, require_all_ranks
+from nbtrain.parallel.deferred import Deferred
 from nbtrain.parallel.layout import Layout, layout_of, remember, weak
+from nbtrain.parallel.materialise import Part, check_same_start, materialise_buffers, materialise_shards
 from nbtrain.parallel.order import UnitOrder
 from nbtrain.parallel.precision import compute_in
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.shard import shard
+from nbtrain.parallel.state import part_of
 from nbtrain.parallel.tensor.apply import lay_out
 from nbtrain.parallel.usage import ShardUsage
 from nbtrain.plan import Plan
@@ -36,7 +40,8 @@ def parallelize(
     A second call with the same plan gives the first one's result.
 
     Args:
-        model: The same on every rank in names and shapes, with weights on any real device.
+        model: The same on every rank in names and shapes, with weights on any real device, or built under
+            `meta_init`: then each rank makes its own part of them, and nothing is broadcast.
         plan: Resolved against the number of ranks here; None takes that of ``--plan``, else ``Plan()``.
         mesh: With the axes of `build_mesh`; None builds it.
         probe: With ``tp``: inputs that the model's forward takes: a tensor, a tuple, or a dict of keywords. None makes
@@ -64,9 +69,11 @@ def parallelize(
     preflight.check_model(model, plan)
     layout = Layout(plan, meshes.build_mesh(plan) if mesh is None else mesh)
     layout.originals = weak(model.named_parameters())
+    deferred = Deferred(model)
+    materialise_buffers(model, deferred, _device(layout))  # of which the blueprint keeps some
     if layout.mesh is not None:
         layout.blueprint = blueprint_of(model)
-    return _lay_out(model, layout, probe)
+    return _lay_out(model, layout, deferred, probe)
 
 
 def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
@@ -89,13 +96,14 @@ def _again(layout: Layout, plan: Plan, model: nn.Module) -> nn.Module:
     raise PlanError(f"the model is laid out by {layout.plan!r}; build it again for {plan!r}")
 
 
-def _lay_out(model: nn.Module, layout: Layout, probe: Any) -> nn.Module:
+def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred, probe: Any) -> nn.Module:
     """The legal order: same weights everywhere, then what changes modules, then what wraps them."""
     device = meshes.device_of(layout.mesh)
     if layout.everyone is not None:
         preflight.check_same_on_ranks(model, layout.everyone)
+        check_same_start(deferred, layout.everyone)
     if device is not None:
-        model.to(device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     if layout.everyone is not None:
         broadcast_weights(model, layout.everyone)
     if layout.peers is not None:
@@ -103,7 +111,9 @@ def _lay_out(model: nn.Module, layout: Layout, probe: Any) -> nn.Module:
 
         layout.tensor = decide(model, layout.plan, layout.peers, probe)
         _cut(model, layout)
-    return _prepare(model, layout)
+    if not layout.shards:
+        materialise_shards(model, deferred, _device(layout), _part(layout))
+    return _prepare(model, layout, deferred)
 
 
 def _cut(model: nn.Module, layout: Layout) -> None:
@@ -112,14 +122,22 @@ def _cut(model: nn.Module, layout: Layout) -> None:
         lay_out(model, layout.tensor, layout.peers, rank=layout.part)
 
 
-def _prepare(model: nn.Module, layout: Layout) -> nn.Module:
+def _part(layout: Layout) -> Part:
+    return lambda name, tensor: part_of(name, tensor, layout)
+
+
+def _device(layout: Layout) -> torch.device:
+    return meshes.device_of(layout.mesh) or torch.get_default_device()
+
+
+def _prepare(model: nn.Module, layout: Layout, deferred: Deferred | None = None) -> nn.Module:
     if layout.group is not None:
         batchnorm.normalise_globally(model, layout.group)
     compute_in(model, layout.plan.precision)
-    return _wrap(model, layout)
+    return _wrap(model, layout, deferred)
 
 
-def _wrap(model: nn.Module, layout: Layout) -> nn.Module:
+def _wrap(model: nn.Module, layout: Layout, deferred: Deferred | None) -> nn.Module:
     if layout.mesh is None or layout.everyone is None:
         remember(model, layout)
         return model
@@ -127,6 +145,8 @@ def _wrap(model: nn.Module, layout: Layout) -> nn.Module:
         return _known(model, layout)
     if layout.shards:
         units = shard(model, layout.plan, meshes.shard_mesh(layout.mesh))
+        if deferred:
+            materialise_shards(model, deferred, _device(layout), _part(layout))
         layout.units = tuple(units)
         layout.usage = ShardUsage(model)
         UnitOrder(model, units, layout)

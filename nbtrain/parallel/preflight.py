@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel.deferred import changed_since, is_deferred
 from nbtrain.plan import Plan
 
+_CURE = "`with nt.meta_init(): model = ...`"
 Signature = list[tuple[str, tuple[int, ...], str, bool]]
 
 
@@ -51,11 +53,18 @@ def _findings(model: nn.Module, plan: Plan) -> Iterator[str]:
         return
     if not any(parameter.requires_grad for _, parameter in parameters):
         yield f"no parameter of {type(model).__name__} requires a gradient; type model.requires_grad_(True)"
-    meta = [name for name, parameter in parameters if parameter.is_meta]
-    if meta:
-        yield f"{_listed(meta)} on the meta device; build the model on a real device"
+    yield from _meta_findings([*parameters, *model.named_buffers()])
     if plan.shards_parameters and plan.dp_shard > 1:
         yield from _shard_findings(parameters)
+
+
+def _meta_findings(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
+    unknown = [name for name, tensor in tensors if tensor.is_meta and not is_deferred(tensor)]
+    if unknown:
+        yield f"{_listed(unknown)} on the meta device, and nothing is known of the values; build the model by {_CURE}"
+    changed = [name for name, tensor in tensors if is_deferred(tensor) and changed_since(tensor)]
+    if changed:
+        yield f"{_listed(changed)} changed after nt.meta_init() had ended, which is lost; do that inside: {_CURE}"
 
 
 def _shard_findings(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[str]:
