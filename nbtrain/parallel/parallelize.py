@@ -109,7 +109,7 @@ def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred, probe: Any) -
     if layout.peers is not None:
         from nbtrain.parallel.tensor.decide import decide  # its parts are many, and needed for tp alone
 
-        layout.tensor = decide(model, layout.plan, layout.peers, probe)
+        layout.tensor = decide(model, layout.plan, layout.peers, _device(layout), probe)
         _cut(model, layout)
     if not layout.shards:
         materialise_shards(model, deferred, _device(layout), _part(layout))

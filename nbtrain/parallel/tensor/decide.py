@@ -14,31 +14,37 @@ from nbtrain.parallel.tensor.cuts import TensorPlan
 from nbtrain.parallel.tensor.describe import describe
 from nbtrain.parallel.tensor.patterns import from_patterns
 from nbtrain.parallel.tensor.probe import probe_inputs
-from nbtrain.parallel.tensor.proof import Call, refuted, without
+from nbtrain.parallel.tensor.proof import Call, recorded, refuted, without
 from nbtrain.parallel.tensor.recognise import findings, recognise
+from nbtrain.parallel.tensor.twin import twin_of
 from nbtrain.plan import Plan
 
 
-def decide(model: nn.Module, plan: Plan, peers: dist.ProcessGroup, probe: Any = None) -> TensorPlan:
+def decide(
+    model: nn.Module, plan: Plan, peers: dist.ProcessGroup, device: torch.device, probe: Any = None
+) -> TensorPlan:
     """The tensor-parallel plan of ``model``. Collective over peers; the first of all ranks prints it.
 
     Args:
-        model: Whole, with the same weights on every peer.
+        model: Whole, with the same weights on every peer, or on the meta device.
         plan: Resolved, ``tp`` above 1.
         peers: The tensor-parallel ranks.
+        device: Where the model is to live.
         probe: Inputs of the model's forward, or None.
 
     Raises:
         ModelError: Sizes that tp does not divide, patterns that fit nothing, layers that would compute something else,
             or a model of which nothing can be cut; all findings in one message.
     """
-    device = next(model.parameters()).device
-    call = as_call(probe, device) if probe is not None else probe_inputs(model, device)
-    if problems := findings(model, plan.tp, call):
-        raise ModelError("\n".join(problems))
+    twin, context = twin_of(model, device)
     patterns = plan.tp_plan if isinstance(plan.tp_plan, Mapping) else None
-    chosen = _chosen(model, plan, patterns, call)
-    wrong = refuted(model, chosen, call, peers) if call is not None else {}
+    with context:
+        call = as_call(probe, device) if probe is not None else probe_inputs(twin, device)
+        if problems := findings(twin, plan.tp, call):
+            raise ModelError("\n".join(problems))
+        chosen = _chosen(twin, plan, patterns, call)
+        calls = {} if call is None else recorded(twin, chosen, call)
+    wrong = refuted(model, chosen, calls, peers)
     if wrong and patterns is not None:
         told = "; ".join(f"'{name}': {why}" for name, why in wrong.items())
         raise ModelError(f"tp_plan would give other numbers than one device: {told}; leave these layers out of it")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from nbtrain.parallel.tensor.apply import lay_out
@@ -50,19 +51,22 @@ def trials(model: nn.Module, plan: TensorPlan) -> list[Trial]:
     return [Trial(names[0], _alone(plan, names[0]), tuple(names)) for names in kinds.values()]
 
 
-def refuted(model: nn.Module, plan: TensorPlan, probe: Call, group: dist.ProcessGroup) -> dict[str, str]:
+def recorded(model: nn.Module, plan: TensorPlan, probe: Call) -> dict[str, Call]:
+    """The arguments of each module that is to be tried, in a forward of ``model`` on ``probe``."""
+    return _calls(model, [trial.name for trial in trials(model, plan)], probe)
+
+
+def refuted(model: nn.Module, plan: TensorPlan, calls: Mapping[str, Call], group: dist.ProcessGroup) -> dict[str, str]:
     """Names of the regions and layers that do not compute what they should, and why. Collective over peers.
 
     Args:
-        model: Whole, with the same weights on every peer.
+        model: Whole, with the same weights on every peer; one on the meta device is tried with weights that are made up.
         plan: What is to be proved.
-        probe: Arguments of the model's forward, the same on every peer.
+        calls: As `recorded`, the same on every peer.
         group: The peers.
     """
-    tried = trials(model, plan)
-    calls = _calls(model, [trial.name for trial in tried], probe)
     wrong = {}
-    for trial in tried:
+    for trial in trials(model, plan):
         if trial.name not in calls:
             continue  # the probe does not reach it
         problem = _first(_problem(model, trial, calls[trial.name], group), group)
@@ -220,11 +224,11 @@ def _copied(value: Any) -> Any:
 
 def _real(value: Any) -> Any:
     """A tensor with values in the place of one on the meta device."""
-    if not isinstance(value, torch.Tensor) or not value.is_meta:
+    if not isinstance(value, torch.Tensor) or not (value.is_meta or isinstance(value, FakeTensor)):
         return value
     if value.is_floating_point():
         return torch.randn(value.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(value.dtype)
-    return torch.ones_like(value, device="cpu") if value.dtype == torch.bool else torch.zeros_like(value, device="cpu")
+    return torch.full(value.shape, value.dtype == torch.bool, dtype=value.dtype)
 
 
 def _make_real(module: nn.Module) -> None:
