@@ -36,14 +36,13 @@ def decide(
         ModelError: Sizes that tp does not divide, patterns that fit nothing, layers that would compute something else,
             or a model of which nothing can be cut; all findings in one message.
     """
-    twin, context = twin_of(model, device)
+    twin = twin_of(model, device)
     patterns = plan.tp_plan if isinstance(plan.tp_plan, Mapping) else None
-    with context:
-        call = as_call(probe, device) if probe is not None else probe_inputs(twin, device)
-        if problems := findings(twin, plan.tp, call):
-            raise ModelError("\n".join(problems))
-        chosen = _chosen(twin, plan, patterns, call)
-        calls = {} if call is None else recorded(twin, chosen, call)
+    call = as_call(probe, device) if probe is not None else probe_inputs(twin, device)
+    if problems := findings(twin, plan.tp, call):
+        raise ModelError("\n".join(problems))
+    chosen = _chosen(twin, plan, patterns, call)
+    calls = {} if call is None else recorded(twin, chosen, call)
     wrong = refuted(model, chosen, calls, peers)
     if wrong and patterns is not None:
         told = "; ".join(f"'{name}': {why}" for name, why in wrong.items())

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from nbtrain.parallel.tensor.apply import lay_out
@@ -60,7 +59,7 @@ def refuted(model: nn.Module, plan: TensorPlan, calls: Mapping[str, Call], group
     """Names of the regions and layers that do not compute what they should, and why. Collective over peers.
 
     Args:
-        model: Whole, with the same weights on every peer; one on the meta device is tried with weights that are made up.
+        model: Whole, with the same weights on every peer; one on the meta device is tried with made-up weights.
         plan: What is to be proved.
         calls: As `recorded`, the same on every peer.
         group: The peers.
@@ -142,9 +141,8 @@ def _problem(model: nn.Module, trial: Trial, call: Call, group: dist.ProcessGrou
     """Why the cut layer is wrong; "" where it is right."""
     part, degree = dist.get_rank(group), group.size()
     whole = copy.deepcopy(model.get_submodule(trial.name)).eval()
-    _make_real(whole)
+    call = _made_up(whole, call)
     cut = nn.ModuleDict({"it": copy.deepcopy(whole)})
-    call = tree_map(_real, call)
     expected = _run(whole, call)
     try:
         lay_out(cut, trial.plan, group, rank=part)
@@ -222,34 +220,31 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _real(value: Any) -> Any:
-    """A tensor with values in the place of one on the meta device."""
-    if not isinstance(value, torch.Tensor) or not (value.is_meta or isinstance(value, FakeTensor)):
-        return value
-    if value.is_floating_point():
-        return torch.randn(value.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(value.dtype)
-    return torch.full(value.shape, value.dtype == torch.bool, dtype=value.dtype)
-
-
-def _make_real(module: nn.Module) -> None:
-    """Gives what is on the meta device values: small, and the same on every peer."""
+def _made_up(module: nn.Module, call: Call) -> Call:
+    """Gives what is on the meta device values, and returns ``call`` with other numbers: those that a twin without
+    weights computed are all alike. Small numbers, the same on every peer."""
     generator = torch.Generator().manual_seed(2)
+    tensors = [leaf for leaf in tree_flatten(call)[0] if isinstance(leaf, torch.Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+
+    def drawn(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor
+        return (torch.randn(tensor.shape, generator=generator) * scale).to(device, tensor.dtype)
+
     made: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for slots in (part._parameters, part._buffers):
-            for name, tensor in slots.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if id(tensor) not in made:
-                    values = torch.randn(tensor.shape, generator=generator) * 0.1
-                    real = (
-                        values.to(tensor.dtype)
-                        if tensor.is_floating_point()
-                        else torch.zeros_like(tensor, device="cpu")
-                    )
-                    parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if parameter else real
-                slots[name] = made[id(tensor)]  # type: ignore[assignment]
+            for name, old in slots.items():
+                if old is not None and old.is_meta:
+                    if id(old) not in made:
+                        new = drawn(old, 0.1)
+                        made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                    slots[name] = made[id(old)]  # type: ignore[assignment]
+    if not made:
+        return call
+    args, kwargs = tree_map(lambda leaf: drawn(leaf, 1.0) if isinstance(leaf, torch.Tensor) else leaf, call)
+    return args, kwargs
 
 
 class _as_it_was:
