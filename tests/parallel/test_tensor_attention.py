@@ -77,7 +77,7 @@ def test_attention(degree: int, batch_first: bool) -> None:
 
 def test_without_a_batch_and_in_eval() -> None:
     def on_rank() -> None:
-        whole, cut, plan = pair(lambda: nn.MultiheadAttention(D, H, batch_first=True), {"": ATTENTION})
+        whole, cut, _ = pair(lambda: nn.MultiheadAttention(D, H, batch_first=True), {"": ATTENTION})
         torch.testing.assert_close(*(attend(m, [torch.randn(T, D).fill_(0.1)], {}) for m in (cut, whole)), **CLOSE)
         whole.eval()
         cut.eval()
@@ -125,9 +125,11 @@ def test_torchs_encoder(norm_first: bool, attention: bool) -> None:
         cut.eval()
         with torch.no_grad():
             torch.testing.assert_close(cut(x), whole(x), **CLOSE)
-            seen = ~padding  # torch's own path gives zeros for the others
-            expected, got = (model(x, src_key_padding_mask=padding) for model in (whole, cut))
-            torch.testing.assert_close(got[seen], expected[seen], **CLOSE)
+            got = cut(x, src_key_padding_mask=padding)
+            # torch's fast path gives zeros behind a sequence's end, and warns of nested tensors
+            torch.backends.mha.set_fastpath_enabled(False)
+            torch.testing.assert_close(got, whole(x, src_key_padding_mask=padding), **CLOSE)
+            torch.backends.mha.set_fastpath_enabled(True)
 
     run_ranks(on_rank, 2)
 

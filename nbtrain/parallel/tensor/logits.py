@@ -32,7 +32,7 @@ def local_part(logits: Tensor) -> Tensor:
     """This rank's part of `CutLogits`; another tensor itself."""
     if not isinstance(logits, CutLogits):
         return logits
-    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunctionSubclass():
         return logits.as_subclass(Tensor)
 
 
@@ -45,16 +45,16 @@ class CutLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        function = inspect.unwrap(func)  # a loss may be watched
-        rule = _RULES.get(function, _gather)
+        function: Any = inspect.unwrap(func)  # a loss may be watched
+        rule: Any = _RULES.get(function, _gather)
         return rule(function, args, kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has one keyword, for itself
         return f"CutLogits(shape={tuple(self.shape)}, dtype={self.dtype}, cut over {self._peers.degree} ranks)"
 
 
 def _cut(part: Tensor, peers: Peers, dim: int) -> CutLogits:
-    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunctionSubclass():
         logits = part.as_subclass(CutLogits)
     logits._peers, logits._dim = peers, dim
     return logits

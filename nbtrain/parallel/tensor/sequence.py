@@ -121,8 +121,8 @@ def _is_in(name: str, parents: Any) -> bool:
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, torch.Tensor]]:
-    arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    for key, value in arguments.items():
+    keys: list[int | str] = [*range(len(args)), *kwargs]
+    for key, value in zip(keys, (*args, *kwargs.values()), strict=True):
         for each in value if isinstance(value, tuple | list) else (value,):
             if isinstance(each, torch.Tensor) and each.is_floating_point():
                 yield key, each
