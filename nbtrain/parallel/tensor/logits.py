@@ -49,6 +49,9 @@ class CutLogits(Tensor):
         rule: Any = _RULES.get(function, _gather)
         return rule(function, args, kwargs)
 
+    def __hash__(self) -> int:
+        return id(self)
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has one keyword, for itself
         return f"CutLogits(shape={tuple(self.shape)}, dtype={self.dtype}, cut over {self._peers.degree} ranks)"
 
@@ -66,8 +69,7 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 def _gather(func: Any, args: Any, kwargs: Any) -> Any:
     """Gives ``func`` whole logits."""
     name = getattr(func, "__name__", repr(func))
-    if name.endswith("_") and not name.endswith("__"):
-        raise ModelError(f"{name} would change logits that loss_parallel=True cut; type {name.rstrip('_')}")
+    _refuse_change(name, kwargs)
     if name not in _quiet:
         _quiet.add(name)
         warnings.warn(
@@ -80,6 +82,20 @@ def _gather(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _quiet: set[str] = set()
+
+
+def _refuse_change(name: str, kwargs: Any) -> None:
+    """What is gathered is a copy: to change it would change nothing."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or name in _CHANGING or kwargs.get("out") is not None:
+        cure = name.rstrip("_") if in_place else "something that makes a new tensor, or loss_parallel=False"
+        raise ModelError(
+            f"{name if kwargs.get('out') is None else 'out='} would change cut logits in place; type {cure}"
+        )
+
+
+_IN_PLACE = ("add", "sub", "mul", "div", "truediv", "and", "or", "xor", "pow")
+_CHANGING = {"__setitem__", "__set__", *(f"__i{name}__" for name in _IN_PLACE)}
 
 
 def whole_logits(logits: Tensor) -> Tensor:
@@ -266,5 +282,6 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_functions("transpose swapaxes swapdims"), _transpose),
     **dict.fromkeys(_functions("permute"), _permute),
     Tensor.__getitem__: _index,
+    Tensor.__format__: lambda func, args, kwargs: repr(args[0]),  # on one rank too
     inspect.unwrap(F.cross_entropy): _cross_entropy,
 }
