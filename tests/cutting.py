@@ -21,8 +21,8 @@ from nbtrain.parallel.tensor.cuts import Cut, Layer, TensorPlan
 from nbtrain.parallel.tensor.state import cuts_by_name, gather_whole
 
 B, T, D, V = 2, 4, 8, 32
-# sums of D products, in another order
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+# fp32 sums in another order: some units in the last place of the largest terms, which are below 10
+CLOSE = {"rtol": 2e-5, "atol": 1e-5}
 
 
 def column(*segments: int, bias: bool = True, dim: int = 0) -> Layer:

@@ -8,17 +8,23 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel.tensor.attention import check_attention, cut_attention
 from nbtrain.parallel.tensor.cuts import Cut, Layer, TensorPlan
 from nbtrain.parallel.tensor.embedding import check_embedding, cut_embedding
 from nbtrain.parallel.tensor.linear import Column, Row, cut_linear
 from nbtrain.parallel.tensor.parts import take_part
-from nbtrain.parallel.tensor.peers import Peers, TensorGrouped
+from nbtrain.parallel.tensor.peers import Peers
+from nbtrain.parallel.tensor.region import read_sizes_as_whole
+from nbtrain.parallel.tensor.sequence import check_trunk, cut_along_sequence
+from nbtrain.parallel.tensor.state import attribute_cuts, full_name
 
 Holder = tuple[str, nn.Module, str]
 """Name of a module, the module, and the parameter's own name in it."""
 
 
-def lay_out(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup | None, *, rank: int) -> None:
+def lay_out(
+    model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup | None, *, rank: int, loss_parallel: bool = False
+) -> None:
     """Cuts parameters and swaps classes as ``plan`` says. Moves nothing, so that one rank can call it alone.
 
     Parameters stay plain ``nn.Parameter``s, real or meta, with their attributes; tied ones stay one object. Modules
@@ -26,36 +32,53 @@ def lay_out(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup | None,
 
     Args:
         model: Whole; the same on all peers.
-        plan: For its layers and regions.
+        plan: For its layers, regions and trunk.
         group: Of the tensor-parallel ranks.
         rank: In ``group``.
+        loss_parallel: Heads whose logits would be gathered give `CutLogits`.
 
     Raises:
         ModelError: A parameter is cut by one of its holders only, or a layer cannot be cut so. Nothing was changed.
     """
     modules = dict(model.named_modules())
-    missing = [name for name in plan.layers if name not in modules]
-    if missing:
-        raise ModelError(f"the model has no module {', '.join(map(repr, missing))}; make the plan of this model")
+    _check(model, modules, plan)
     peers = Peers(group, rank, plan.degree)
-    for name, layer in plan.layers.items():
-        if layer.style == "vocab":
-            check_embedding(name, modules[name])
-    _cut_parameters(modules, plan, peers)
+    _cut_parameters(modules, attribute_cuts(model, plan), peers)
     for name, layer in plan.layers.items():
         if (swap := _SWAPS.get(layer.style)) is not None:
             swap(modules[name], layer)
-        if isinstance(modules[name], TensorGrouped):
             modules[name].peers = peers
+        if layer.style == "colwise_gather_output" and loss_parallel:
+            modules[name].output = "logits"
+    _keep_off_fast_paths(modules, plan)
+    for name, region in plan.regions.items():
+        if region.written:
+            read_sizes_as_whole(modules[name], peers)
+    if plan.trunk:
+        cut_along_sequence(model, plan, peers)
+
+
+def _check(model: nn.Module, modules: dict[str, nn.Module], plan: TensorPlan) -> None:
+    missing = [name for name in (*plan.layers, *plan.regions, *plan.trunk) if name not in modules]
+    if missing:
+        raise ModelError(f"the model has no module {', '.join(map(repr, missing))}; make the plan of this model")
+    for name, layer in plan.layers.items():
+        module = modules[name]
+        if layer.style == "vocab" and isinstance(module, nn.Embedding):
+            check_embedding(name, module)
+        if layer.style == "attention" and isinstance(module, nn.MultiheadAttention):
+            check_attention(name, module, plan.degree)
+    check_trunk(model, plan)
 
 
 def _column(module: nn.Module, layer: Layer) -> None:
     cut_linear(module, Column)
+    module.cut = layer.cuts["weight"]  # type: ignore[assignment]
 
 
 def _gathering_column(module: nn.Module, layer: Layer) -> None:
-    cut_linear(module, Column)
-    module.gathers = layer.cuts["weight"]  # type: ignore[assignment]
+    _column(module, layer)
+    module.output = "gathered"  # type: ignore[assignment]
 
 
 def _row(module: nn.Module, layer: Layer) -> None:
@@ -66,19 +89,35 @@ def _vocab(module: nn.Module, layer: Layer) -> None:
     cut_embedding(module)  # type: ignore[arg-type]
 
 
+def _attention(module: nn.Module, layer: Layer) -> None:
+    cut_attention(module)  # type: ignore[arg-type]
+
+
 _SWAPS: dict[str, Callable[[nn.Module, Layer], None]] = {
     "colwise": _column,
     "colwise_gather_output": _gathering_column,
     "rowwise": _row,
     "vocab": _vocab,
+    "attention": _attention,
 }
 
 
-def _cut_parameters(modules: dict[str, nn.Module], plan: TensorPlan, peers: Peers) -> None:
+def _keep_off_fast_paths(modules: dict[str, nn.Module], plan: TensorPlan) -> None:
+    """torch's transformer layers read the weights of the layers inside them in eval, as if they were whole."""
+    for name, module in modules.items():
+        if not any(layer.startswith(f"{name}." if name else "") for layer in plan.layers):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def _cut_parameters(modules: dict[str, nn.Module], cuts: dict[str, Cut], peers: Peers) -> None:
     """First everything is cut aside, so that an error leaves the model as it was."""
     fresh: list[tuple[list[Holder], nn.Parameter]] = []
     for holders in _holders(modules):
-        if (cut := _common_cut(holders, plan)) is not None:
+        if (cut := _common_cut(holders, cuts)) is not None:
             fresh.append((holders, _part(holders[0], cut, peers)))
     for holders, parameter in fresh:
         for _, module, own in holders:
@@ -95,25 +134,21 @@ def _holders(modules: dict[str, nn.Module]) -> Iterator[list[Holder]]:
     yield from found.values()
 
 
-def _common_cut(holders: list[Holder], plan: TensorPlan) -> Cut | None:
-    cuts = [_cut_of(name, own, plan) for name, _, own in holders]
-    for (name, _, own), cut in zip(holders, cuts, strict=True):
-        if cut != cuts[0]:
-            first, other = f"{holders[0][0]}.{holders[0][2]}", f"{name}.{own}"
+def _common_cut(holders: list[Holder], cuts: dict[str, Cut]) -> Cut | None:
+    names = [full_name(name, own) for name, _, own in holders]
+    for (module, _, _), name in zip(holders, names, strict=True):
+        if cuts.get(name) != cuts.get(names[0]):
+            whole = f"tp_plan={{..., '{holders[0][0]}': 'replicate', '{module}': 'replicate'}}"
             raise ModelError(
-                f"'{first}' and '{other}' are one parameter, and {_told(first, cuts[0])}, but {_told(other, cut)}; cut "
-                f"both alike or neither, e.g. tp_plan={{..., '{holders[0][0]}': 'replicate', '{name}': 'replicate'}}"
+                f"'{names[0]}' and '{name}' are one parameter, and {_told(names[0], cuts)}, but {_told(name, cuts)}; "
+                f"cut both alike or neither, e.g. {whole}"
             )
-    return cuts[0]
+    return cuts.get(names[0])
 
 
-def _told(name: str, cut: Cut | None) -> str:
+def _told(name: str, cuts: dict[str, Cut]) -> str:
+    cut = cuts.get(name)
     return f"'{name}' is left whole" if cut is None else f"'{name}' is cut along dim {cut.dim} {cut.segments}"
-
-
-def _cut_of(module: str, own: str, plan: TensorPlan) -> Cut | None:
-    layer = plan.layers.get(module)
-    return None if layer is None else layer.cuts.get(own)
 
 
 def _part(holder: Holder, cut: Cut, peers: Peers) -> nn.Parameter:
@@ -123,7 +158,7 @@ def _part(holder: Holder, cut: Cut, peers: Peers) -> nn.Parameter:
     try:
         part = take_part(whole.detach(), cut, peers.rank, peers.degree)
     except ModelError as problem:
-        raise ModelError(f"'{name}.{own}': {problem}") from None
+        raise ModelError(f"'{full_name(name, own)}': {problem}") from None
     parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
     vars(parameter).update(vars(whole))
     return parameter

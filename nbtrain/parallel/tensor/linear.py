@@ -7,7 +7,7 @@ A layer becomes one of a subclass of its own class: names, hooks and ``isinstanc
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,14 @@ from nbtrain.parallel.tensor.collectives import (
     scatter_sequence,
 )
 from nbtrain.parallel.tensor.cuts import Cut
+from nbtrain.parallel.tensor.logits import as_logits
+from nbtrain.parallel.tensor.marks import Mark, mark
 from nbtrain.parallel.tensor.parts import joined
 from nbtrain.parallel.tensor.peers import Peers, TensorGrouped
+from nbtrain.parallel.tensor.region import marking
+from nbtrain.parallel.tensor.swap import cut_class, swap_class
 
+Output = Literal["part", "gathered", "logits"]
 Entrance = Literal["sum", "gather", "open"]
 """How a column layer takes its input.
 
@@ -47,15 +52,24 @@ class Cutting(TensorGrouped):
 
 
 class Column(Cutting):
-    """(..., in) to this rank's (..., out/t); or to the whole (..., out), with ``gathers``."""
+    """(..., in) to this rank's (..., out/t), or to the whole (..., out) with ``output``.
 
+    Attributes:
+        cut: Of the output features.
+        output: What becomes of the part: it stays one, is gathered, or is one that a loss takes for the whole.
+    """
+
+    cut: Cut
     entrance: Entrance = "sum"
-    gathers: Cut | None = None
-    marks: bool = False
+    output: Output = "part"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self._product(entered(x, self.entrance, self.peers), self.bias)
-        return output if self.gathers is None else joined(gather_last(output, self.peers), self.gathers, self.peers)
+        part = self._product(entered(x, self.entrance, self.peers), self.bias)
+        if self.output == "gathered":
+            return joined(gather_last(part, self.peers), self.cut, self.peers)
+        if self.output == "logits":
+            return as_logits(part, self.peers)
+        return mark(part, Mark(part.dim() - 1, self.cut.segments)) if marking() else part
 
 
 class Row(Cutting):
@@ -87,23 +101,10 @@ def finished(partial: torch.Tensor, bias: torch.Tensor | None, scatters: bool, p
     return total if bias is None else total + bias.to(total.dtype)
 
 
-_classes: dict[tuple[type, type], type[Any]] = {}
-
-
-def cut_class(kind: type, own: type) -> type[Any]:
-    """The subclass of ``own`` whose forward is that of ``kind``: one for each pair."""
-    if (kind, own) not in _classes:
-        _classes[kind, own] = type(f"{kind.__name__}{own.__name__}", (kind, own), {"__module__": own.__module__})
-    return _classes[kind, own]
-
-
 def cut_linear(module: nn.Module, kind: type[Cutting]) -> None:
     """Swaps the class of a linear layer whose weight is a part already."""
     transposed = not hasattr(module, "in_features")
-    if issubclass(type(module), Cutting):
-        return
-    module.__class__ = cut_class(kind, type(module))
-    module.transposed = transposed  # type: ignore[assignment]
+    swap_class(module, kind, transposed=transposed)
     inputs, outputs = ("nx", "nf") if transposed else ("in_features", "out_features")
     for name, dim in ((inputs, 0 if transposed else 1), (outputs, 1 if transposed else 0)):
         setattr(module, name, module.weight.shape[dim])  # type: ignore[index]

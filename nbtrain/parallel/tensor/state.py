@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbtrain.parallel.tensor.attention import attention_cuts
 from nbtrain.parallel.tensor.cuts import Cut, TensorPlan
 from nbtrain.parallel.tensor.parts import join_parts
 
@@ -17,11 +18,24 @@ def cuts_by_name(model: nn.Module, plan: TensorPlan) -> dict[str, Cut]:
 
     Works before and after `lay_out`. Persistent buffers are whole.
     """
-    cuts = {
-        f"{name}.{own}" if name else own: cut for name, layer in plan.layers.items() for own, cut in layer.cuts.items()
-    }
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: cut for name, cut in cuts.items() if name in names}
+    cuts = attribute_cuts(model, plan)
+    return {name: cuts[name] for name, _ in model.named_parameters(remove_duplicate=False) if name in cuts}
+
+
+def attribute_cuts(model: nn.Module, plan: TensorPlan) -> dict[str, Cut]:
+    """The cut of every name that a layer of the plan cuts. Attention that names none is cut by its heads."""
+    cuts: dict[str, Cut] = {}
+    for name, layer in plan.layers.items():
+        module, own = model.get_submodule(name), layer.cuts
+        if not own and isinstance(module, nn.MultiheadAttention) and layer.style == "attention":
+            own = attention_cuts(module)
+        cuts |= {full_name(name, attribute): cut for attribute, cut in own.items()}
+    return cuts
+
+
+def full_name(module: str, own: str) -> str:
+    """Of a parameter, by its own name in a module."""
+    return f"{module}.{own}" if module else own
 
 
 def gather_whole(
