@@ -122,6 +122,65 @@ class Analysis:
         return tuple(dict.fromkeys(key for call in calls if (key := call.arguments[depth]) is not None))
 
 
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Of all modules in the model."""
+        return {name: at for at, (name, _) in enumerate(self.model.named_modules())}
+
+    def weight(self, name: str) -> int:
+        """Identity of a layer's weight, or of the layer."""
+        module = self.model.get_submodule(name)
+        return id(module._parameters.get("weight", module))
+
+    def used_elsewhere(self, name: str) -> bool:
+        """Something but the layer's own forward takes its parameters."""
+        parameters = self.model.get_submodule(name)._parameters.values()
+        return any(id(each) in self.record.used for each in parameters if each is not None)
+
+    def heads(self, vocabulary: nn.Embedding) -> list[str]:
+        """Matrices from whole features to the vocabulary."""
+        size = vocabulary.num_embeddings
+        return [
+            name
+            for name in self.called
+            if self.layers.matrices[name].num_outputs == size and self._leaves(name)
+        ]
+
+    def _leaves(self, name: str) -> bool:
+        return bool((self.outputs(name) == 0).all())
+
+    def vocabulary(self, smallest: int) -> str | None:
+        """The embedding that is worth cutting: as large as a head, or else four times as large as any other."""
+        called = {name: each for name, each in self.layers.embeddings.items() if name in self.layers.calls}
+        sizes = {name: each.num_embeddings for name, each in called.items()}
+        ranked = sorted(sizes, key=lambda name: -sizes[name])
+        with_head = [name for name in ranked if self.heads(called[name])]
+        for name in with_head or ranked[:1]:
+            others = [sizes[each] for each in ranked if each != name]
+            if sizes[name] >= smallest and (with_head or all(sizes[name] >= 4 * other for other in others)):
+                return name
+        return None
+
+    def counted(self, region: str, count: int) -> str:
+        """``num_heads=8 of 'blocks.0.attn'``: by the attribute that holds the number, if there is one."""
+        module = self.model.get_submodule(region)
+        of = f"of {region!r}" if region else "of the model"
+        if region in self.layers.attentions:
+            return f"num_heads={count} {of}"
+        for owner in (module, getattr(module, "config", None)):
+            values = vars(owner) if owner is not None else {}
+            for name, value in values.items():
+                if type(value) is int and value == count and "head" in name and "dim" not in name and "size" not in name:
+                    return f"{name}={count} {of}"
+        widths = {
+            self.layers.matrices[row].num_inputs
+            for joint in self.joints
+            if (frames := self.region(joint)) and frames[-1] == region
+            for row in joint.rows
+        }
+        return f"the hidden size {count} {of}" if count in widths else f"the {count} heads {of}"
+
+
 def _trace(layers: Layers, probe: Probe) -> Record:
     args, kwargs = probe
     trace = Trace(layers.features, layers.stack)

@@ -112,6 +112,11 @@ ALONG: dict[Func, tuple[int, tuple[str, ...], Any]] = {
 }
 """They mix along a dim: the number of that argument, its names, and its default."""
 
+READS = set(
+    functions("item tolist numpy __bool__ __int__ __float__ __index__ equal allclose __array__ __setitem__ is_nonzero")
+)
+"""They give no tensor but look at values, or write them elsewhere."""
+
 GLU = functions("glu")
 NORMS = functions("layer_norm rms_norm")
 MATMUL = functions("matmul bmm mm baddbmm __matmul__ __rmatmul__")

@@ -89,15 +89,14 @@ class Trace(TorchFunctionMode):
             result = func(*args, **kwargs)
             self._use(operands, result)
             return result
-        self._use(operands, None)
-        joined = _RULES.get(func, opaque)
         before = len(self.features.edges)
-        result = joined(self, func, args, kwargs)
+        result = _RULES.get(func, opaque)(self, func, args, kwargs)
+        self._use(operands, result)
         self._touch(func, args, kwargs, result, sum(pair.shape[1] for pair in self.features.edges[before:]))
         return result
 
     def _use(self, operands: list[Tensor], result: Any) -> None:
-        if result is None or any(True for _ in tensors(result)):
+        if any(True for _ in tensors(result)):
             self.record.used.update(map(id, operands))
             self._alive += operands
 
@@ -158,14 +157,16 @@ def tensors(value: Any) -> Iterable[Tensor]:
 
 
 def opaque(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
-    """What is not known mixes everything."""
+    """What is not known mixes everything; a shape or a dtype has nothing of the features."""
+    result = func(*args, **kwargs)
+    if func not in known.READS and not any(True for _ in tensors(result)):
+        return result
     first = None
     for value in tensors((args, kwargs)):
         if (nodes := nodes_of(value)) is not None and nodes.numel():
             flat = nodes.reshape(-1)
             first = flat[:1] if first is None else first
             trace.features.join(flat, first)
-    result = func(*args, **kwargs)
     for out in tensors(result) if first is not None else ():
         set_nodes(out, first.reshape(()))
     return result
