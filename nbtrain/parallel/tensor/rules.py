@@ -1,7 +1,6 @@
 """How each torch function passes a mark on, and how the sizes that it is given are read.
 
-A rule is called as ``rule(marks, func, args, kwargs)`` and returns what ``func`` returns. What is in no table is
-element-wise if its outputs are as large as its marked inputs.
+A rule is called as ``rule(marks, func, args, kwargs)`` and returns what ``func`` returns.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nbtrain.parallel.tensor import operations as known
 from nbtrain.parallel.tensor.marks import Mark, Marks, mark, mark_of
 from nbtrain.parallel.tensor.sizes import reshape, span
 
@@ -24,7 +24,15 @@ Rule = Callable[[Marks, Func, Args, Kwargs], Any]
 
 
 def rule_of(func: Func) -> Rule:
-    return _RULES.get(func, elementwise)
+    return _RULES.get(func, unknown)
+
+
+def unknown(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Right only for what gives no tensor: a shape, a dtype."""
+    result = func(*args, **kwargs)
+    if any(True for _ in _tensors(result)):
+        raise marks.lost(func)
+    return result
 
 
 # What treats each element by itself
@@ -162,6 +170,28 @@ def expand(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if sizes[at] == have.size:
         sizes[at] = tensor.shape[have.dim]
     return mark(tensor.expand(sizes), Mark(at, have.segments))
+
+
+def expand_as(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    tensor, other = args[0], args[1]
+    found = [(have.dim - value.ndim, have.segments) for value in (tensor, other) if (have := mark_of(value))]
+    dim, segments = found[0]
+    if mark_of(tensor) is None and tensor.ndim >= -dim and tensor.shape[dim] != 1:
+        raise marks.lost(func, "meets")
+    return mark(tensor.expand_as(other), Mark(other.ndim + dim, segments))
+
+
+def gather(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Other dims than the cut one, or that in the same order."""
+    tensor, have = args[0], mark_of(args[0])
+    dims = kwargs.get("dim", kwargs.get("dims", args[-1] if func in _LAST else args[1] if len(args) > 1 else None))
+    dims = [dims] if isinstance(dims, int) else dims
+    if have is None or not dims or have.dim in [dim % tensor.ndim for dim in dims]:
+        raise marks.lost(func, "takes some of the")
+    return mark(func(*args, **kwargs), have)
+
+
+_LAST = set(known.functions("roll"))
 
 
 def repeat_interleave(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -382,7 +412,7 @@ def matmul(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise marks.lost(func)
     (back,) = backs
     have = next(found for value in operands if (found := mark_of(value)))
-    if func in _ADDED:
+    if func in known.ADDED:
         args, kwargs = _narrowed(marks, back, have, args, kwargs)
     return _marked(marks, func, func(*args, **kwargs), lambda out: (out.ndim - back, have.segments))
 
@@ -442,50 +472,31 @@ def _tensors(value: Any) -> Iterable[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _methods(*names: str) -> list[Func]:
-    """The functions of these names in torch, torch.nn.functional and on tensors."""
-    owners = (torch, F, Tensor)
-    return [getattr(owner, name) for name in names for owner in owners if hasattr(owner, name)]
-
-
-_ADDED = set(_methods("baddbmm", "addbmm", "addmm", "baddbmm_"))
-_MOVES = "transpose t permute movedim moveaxis swapaxes swapdims adjoint unsqueeze squeeze unbind select diagonal flip"
-_REDUCE = "sum mean prod amax amin max min argmax argmin all any logsumexp std var var_mean std_mean norm count_nonzero"
-_ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp sort argsort topk roll median nansum nanmean unfold"
-_RANDOM = (
-    "dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu bernoulli bernoulli_ rand_like "
-    "randn_like uniform_ normal_ gumbel_softmax feature_dropout native_dropout exponential_"
-)
-_NEW = "new_zeros new_ones new_full new_empty new_tensor"
-
 _RULES: dict[Func, Rule] = {
-    **dict.fromkeys(_methods(*_MOVES.split()), move),
-    **{cast(Any, getattr(Tensor, name)).__get__: move for name in ("T", "mT", "H", "mH")},
-    **dict.fromkeys(_methods(*_RANDOM.split()), random),
-    **dict.fromkeys(_methods(*_NEW.split()), unmarked),
-    **dict.fromkeys(_methods(*_REDUCE.split()), along(1, "dim", "axis")),
-    **dict.fromkeys(_methods(*_ALONG.split()), along(1, "dim", "axis", "dims", "dimension", default=-1)),
-    **dict.fromkeys(_methods("norm"), along(2, "dim")),
-    **dict.fromkeys(_methods("topk"), along(2, "dim", default=-1)),
-    **dict.fromkeys(_methods("roll"), along(2, "dims")),
-    **dict.fromkeys(_methods("normalize"), along(2, "dim", default=1)),
-    **dict.fromkeys(_methods("view", "reshape"), view),
-    **dict.fromkeys(_methods("view_as", "reshape_as"), view_as),
-    **dict.fromkeys(_methods("flatten"), flatten),
-    **dict.fromkeys(_methods("unflatten"), unflatten),
-    **dict.fromkeys(_methods("expand"), expand),
-    **dict.fromkeys(_methods("repeat_interleave"), repeat_interleave),
-    **dict.fromkeys(_methods("repeat"), repeat),
-    **dict.fromkeys(_methods("split", "split_with_sizes"), split),
-    **dict.fromkeys(_methods("chunk", "tensor_split"), chunk),
-    **dict.fromkeys(_methods("narrow"), narrow),
-    **dict.fromkeys(_methods("cat", "concat", "concatenate"), cat),
-    **dict.fromkeys(_methods("stack"), stack),
-    **dict.fromkeys(_methods("glu"), glu),
-    **dict.fromkeys(_methods("layer_norm", "rms_norm"), norm),
-    **dict.fromkeys(_methods("linear"), linear),
-    **dict.fromkeys(_methods("matmul", "bmm", "mm", "baddbmm", "baddbmm_", "__matmul__", "addbmm", "addmm"), matmul),
-    **dict.fromkeys(_methods("einsum"), einsum),
-    **dict.fromkeys(_methods("scaled_dot_product_attention"), attention),
-    Tensor.__getitem__: index,
+    **dict.fromkeys(known.ELEMENTWISE, elementwise),
+    **dict.fromkeys(known.RANDOM, random),
+    **dict.fromkeys(known.NEW, unmarked),
+    **dict.fromkeys(known.PERMUTE, move),
+    **dict.fromkeys(known.GATHER, gather),
+    **dict.fromkeys(known.VIEW, view),
+    **dict.fromkeys(known.LIKE, view_as),
+    **dict.fromkeys(known.FLATTEN, flatten),
+    **dict.fromkeys(known.UNFLATTEN, unflatten),
+    **dict.fromkeys(known.EXPAND, expand),
+    **dict.fromkeys(known.EXPAND_AS, expand_as),
+    **dict.fromkeys(known.REPEAT_INTERLEAVE, repeat_interleave),
+    **dict.fromkeys(known.REPEAT, repeat),
+    **dict.fromkeys(known.SPLIT, split),
+    **dict.fromkeys(known.CHUNK, chunk),
+    **dict.fromkeys(known.NARROW, narrow),
+    **dict.fromkeys(known.INDEX, index),
+    **dict.fromkeys(known.CAT, cat),
+    **dict.fromkeys(known.STACK, stack),
+    **{func: along(at, *names, default=default) for func, (at, names, default) in known.ALONG.items()},
+    **dict.fromkeys(known.GLU, glu),
+    **dict.fromkeys(known.NORMS, norm),
+    **dict.fromkeys([F.linear], linear),
+    **dict.fromkeys(known.MATMUL, matmul),
+    **dict.fromkeys(known.EINSUM, einsum),
+    **dict.fromkeys(known.ATTENTION, attention),
 }

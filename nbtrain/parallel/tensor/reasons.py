@@ -1,0 +1,90 @@
+"""Why a module with parameters stays whole, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from torch import nn
+
+from nbtrain.parallel.tensor.cuts import Layer
+from nbtrain.parallel.tensor.features import Labels
+from nbtrain.parallel.tensor.joints import Analysis
+from nbtrain.parallel.tensor.patterns import own_plan, styles_of
+
+
+def reasons(
+    analysis: Analysis, layers: Mapping[str, Layer], undivided: Mapping[str, int], degree: int
+) -> dict[str, str]:
+    """By module name, of modules with parameters of their own that aren't cut."""
+    own = styles_of(analysis.model, own_plan(analysis.model) or {})
+    found = {}
+    for name, module in analysis.model.named_modules():
+        if not module._parameters or name in layers or _within(name, analysis.layers.attentions):
+            continue
+        if not any(parameter is not None for parameter in module._parameters.values()):
+            continue
+        why = _reason(analysis, name, module, undivided, degree)
+        if own.get(name) not in (None, "replicate"):
+            why += f"; the model's own plan has it {own[name]}"
+        found[name] = why
+    return found
+
+
+def _within(name: str, outer: Iterable[str]) -> bool:
+    return any(name.startswith(f"{each}.") for each in outer)
+
+
+def _reason(analysis: Analysis, name: str, module: nn.Module, undivided: Mapping[str, int], degree: int) -> str:
+    if name in analysis.layers.embeddings:
+        return _embedding(analysis, name, degree)
+    if name in undivided:
+        return f"its {undivided[name]} heads cannot be cut into {degree}"
+    if name in analysis.layers.attentions:
+        return "it adds keys and values of its own" if name in analysis.layers.calls else "the probe did not call it"
+    if name in analysis.layers.matrices:
+        return _matrix(analysis, name, undivided, degree)
+    kind = type(module).__name__
+    if "conv" in kind.lower():
+        return "a convolution"
+    return "a norm" if "norm" in kind.lower() else "not a linear layer"
+
+
+def _embedding(analysis: Analysis, name: str, degree: int) -> str:
+    size = analysis.layers.embeddings[name].num_embeddings
+    if name not in analysis.layers.calls:
+        return "the probe did not call it"
+    if name != analysis.vocabulary(0):
+        return "an embedding other than the vocabulary's"
+    if size % degree:
+        return f"its {size} rows cannot be cut into {degree}"
+    return "its weight is used outside of its forward" if analysis.used_elsewhere(name) else f"{size} rows are few"
+
+
+def _matrix(analysis: Analysis, name: str, undivided: Mapping[str, int], degree: int) -> str:
+    if name not in analysis.layers.calls:
+        return "the probe did not call it"
+    if analysis.used_elsewhere(name):
+        return "its weight is used outside of its forward"
+    for joint in analysis.joints:
+        if name in joint.names and (region := analysis.region(joint)) and region[-1] in undivided:
+            return f"{analysis.counted(region[-1], undivided[region[-1]])} cannot be cut into {degree}"
+    output = analysis.outputs(name)
+    if (output == 0).any():
+        return _event(analysis, output, "its output is wanted whole")
+    if len(np.unique(output)) == 1 and len(output) > 1:
+        return _event(analysis, output, "its output features are mixed")
+    return "no layer takes its output features one by one, or those that do are cut otherwise"
+
+
+def _event(analysis: Analysis, side: Labels, otherwise: str) -> str:
+    """The operation that joined most of these features."""
+    mine = set(side.tolist())
+    touches = [touch for touch in analysis.record.touches if int(analysis.labels[touch.node]) in mine and touch.joined]
+    most = max(touches, key=lambda touch: touch.joined, default=None)
+    if most is None:
+        return otherwise
+    if most.op == "output":
+        return "its output is the model's"
+    where = f" in '{most.module[-1]}'" if most.module and most.module[-1] else ""
+    return f"{most.op}{where} mixes its output features"

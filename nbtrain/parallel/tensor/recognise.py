@@ -1,0 +1,214 @@
+"""A model's tensor parallelism, found by following its features: `cuts.TensorPlan`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from math import gcd
+
+import numpy as np
+from torch import nn
+
+from nbtrain.parallel.tensor.cuts import Cut, Layer, Region, TensorPlan
+from nbtrain.parallel.tensor.joints import Analysis, Joint
+from nbtrain.parallel.tensor.layers import Frames
+from nbtrain.parallel.tensor.patterns import own_plan, styles_of
+from nbtrain.parallel.tensor.probe import Probe
+from nbtrain.parallel.tensor.reasons import reasons
+
+SMALLEST_VOCABULARY = 32
+"""Rows below which an embedding isn't worth a collective."""
+
+
+def recognise(model: nn.Module, degree: int, probe: Probe) -> TensorPlan:
+    """Which layers of ``model`` are cut over ``degree`` ranks, and how.
+
+    The same on all ranks whose models are the same.
+
+    Args:
+        probe: Arguments for one forward (`probe.probe_inputs`).
+    """
+    return plan_of(Analysis(model, probe), degree)
+
+
+def findings(model: nn.Module, degree: int, probe: Probe) -> list[str]:
+    """What ``degree`` does not divide: numbers of heads and hidden sizes, each with the degrees that would do."""
+    return Chosen(Analysis(model, probe), degree).findings()
+
+
+def plan_of(analysis: Analysis, degree: int, wanted: Collection[str] | None = None) -> TensorPlan:
+    """The plan for an analysis; with ``wanted`` of these modules only."""
+    chosen = Chosen(analysis, degree, wanted)
+    regions: dict[str, Region] = {}
+    for joint in chosen.joints:
+        _add_region(analysis, joint, regions)
+    return TensorPlan(
+        degree=degree,
+        layers=chosen.layers,
+        regions=regions,
+        partial=_partial(analysis, chosen.joints),
+        whole=reasons(analysis, chosen.layers, chosen.undivided, degree),
+    )
+
+
+@dataclass
+class Chosen:
+    """What is cut.
+
+    Attributes:
+        joints: Those that are cut.
+        layers: By module name.
+        undivided: Joints, and attention modules, that ``degree`` does not divide, with the number that it should.
+    """
+
+    analysis: Analysis
+    degree: int
+    wanted: Collection[str] | None = None
+    joints: list[Joint] = field(default_factory=list)
+    layers: dict[str, Layer] = field(default_factory=dict)
+    undivided: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        left = []
+        for joint in _preferred(self.analysis):
+            if self._allowed(joint):
+                cuts = self.analysis.cuts(joint, self.degree)
+                if cuts:
+                    self._take(joint, cuts)
+                else:
+                    left.append(joint)
+        for joint in left:
+            if self.analysis.num_groups(joint) > 1 and self._free(joint):
+                self.undivided[self._name(joint)] = self.analysis.num_groups(joint)
+        self._take_attentions()
+        self._take_vocabulary()
+        self.layers = dict(sorted(self.layers.items(), key=lambda item: self._order(item[0])))
+
+    def _order(self, name: str) -> int:
+        return self.analysis.order[name]
+
+    def _wants(self, names: Collection[str]) -> bool:
+        return self.wanted is None or all(name in self.wanted for name in names)
+
+    def _allowed(self, joint: Joint) -> bool:
+        """From columns to rows, of weights that nothing else uses."""
+        return (
+            bool(joint.columns and joint.rows)
+            and not set(joint.columns) & set(joint.rows)
+            and all((side > 0).all() for side in self.analysis.sides(joint))
+            and not any(self.analysis.used_elsewhere(name) for name in joint.names)
+            and bool(self.analysis.region(joint))
+            and self._wants(joint.names)
+            and self._free(joint)
+        )
+
+    def _free(self, joint: Joint) -> bool:
+        """None of its layers, nor one of the same weight, is cut otherwise."""
+        taken = {self.analysis.weight(name) for name in self.layers}
+        mine = {self.analysis.weight(name) for name in joint.names}
+        columns = {self.analysis.weight(name) for name in joint.columns}
+        return not (taken & mine) and not columns & {self.analysis.weight(name) for name in joint.rows}
+
+    def _take(self, joint: Joint, cuts: list[tuple[int, ...]]) -> None:
+        self.joints.append(joint)
+        for at, name in enumerate((*joint.rows, *joint.columns)):
+            matrix = self.analysis.layers.matrices[name]
+            if name in joint.rows:
+                self.layers[name] = Layer("rowwise", {"weight": Cut(1 - matrix.out_dim, cuts[at])})
+            else:
+                self.layers[name] = self._column(name, "colwise", cuts[at])
+
+    def _column(self, name: str, style: str, segments: tuple[int, ...]) -> Layer:
+        cuts = {"weight": Cut(self.analysis.layers.matrices[name].out_dim, segments)}
+        if self.analysis.model.get_submodule(name)._parameters.get("bias") is not None:
+            cuts["bias"] = Cut(0, segments)
+        return Layer(style, cuts)
+
+    def _take_attentions(self) -> None:
+        for name, module in self.analysis.layers.attentions.items():
+            if not self._wants([name]) or module.bias_k is not None or module.add_zero_attn:
+                continue
+            if module.num_heads % self.degree:
+                self.undivided[name] = module.num_heads
+            elif name in self.analysis.layers.calls:
+                self.layers[name] = Layer("attention", _attention_cuts(module))
+
+    def _take_vocabulary(self) -> None:
+        name = self.analysis.vocabulary(SMALLEST_VOCABULARY)
+        if name is None:
+            return
+        module = self.analysis.layers.embeddings[name]
+        size, heads = module.num_embeddings, self.analysis.heads(module)
+        tied = [head for head in heads if self.analysis.weight(head) == self.analysis.weight(name)]
+        elsewhere = any(self.analysis.used_elsewhere(each) for each in (name, *tied))
+        if size % self.degree == 0 and not elsewhere and self._wants((name, *tied)):
+            self.layers[name] = Layer("vocab", {"weight": Cut(0, (size,))})
+        for head in heads:
+            if size % self.degree == 0 and head not in self.layers and self._wants([head]):
+                if head in tied and name not in self.layers or self.analysis.used_elsewhere(head):
+                    continue
+                self.layers[head] = self._column(head, "colwise_gather_output", (size,))
+
+    def _name(self, joint: Joint) -> str:
+        region = self.analysis.region(joint)
+        return region[-1] if region else ""
+
+    def findings(self) -> list[str]:
+        common = gcd(*self.undivided.values(), *map(self.analysis.num_groups, self.joints))
+        for name, layer in self.layers.items():
+            if layer.style == "attention":
+                common = gcd(common, self.analysis.layers.attentions[name].num_heads)
+        choices = ", ".join(str(one) for one in range(1, common + 1) if common % one == 0)
+        return [
+            f"tp={self.degree} does not divide {self.analysis.counted(name, count)}; choose tp from {choices}"
+            for name, count in self.undivided.items()
+        ]
+
+
+def _preferred(analysis: Analysis) -> list[Joint]:
+    """Those that the model's own plan names first."""
+    own = styles_of(analysis.model, own_plan(analysis.model) or {})
+
+    def agrees(joint: Joint) -> bool:
+        return all(own.get(name) == "colwise" for name in joint.columns) and all(
+            own.get(name) == "rowwise" for name in joint.rows
+        )
+
+    return sorted(analysis.joints, key=lambda joint: not agrees(joint))
+
+
+def _attention_cuts(module: nn.MultiheadAttention) -> Mapping[str, Cut]:
+    size = module.embed_dim
+    cuts = {"out_proj.weight": Cut(1, (size,))}
+    if module.in_proj_weight is not None:
+        cuts["in_proj_weight"] = Cut(0, (size, size, size))
+    else:
+        cuts |= {f"{each}_proj_weight": Cut(0, (size,)) for each in "qkv"}
+    if module.in_proj_bias is not None:
+        cuts["in_proj_bias"] = Cut(0, (size, size, size))
+    return cuts
+
+
+def _add_region(analysis: Analysis, joint: Joint, regions: dict[str, Region]) -> None:
+    """A region may hold several joints, an inline block its attention and its MLP."""
+    frames: Frames = analysis.region(joint)
+    name = frames[-1]
+    written = any(touch.written for touch in analysis.touches(joint))
+    inputs = analysis.region_inputs(joint, frames)
+    inside = tuple(_relative(each, name) for each in sorted(joint.names, key=lambda each: analysis.order[each]))
+    have = regions.get(name)
+    if have:
+        # an argument that one joint's columns take must not have been given to the other's
+        written, inputs, inside = written or have.written, (), (*have.layers, *inside)
+    regions[name] = Region(written, inputs, inside)
+
+
+def _relative(name: str, region: str) -> str:
+    return name.removeprefix(f"{region}.") if region else name
+
+
+def _partial(analysis: Analysis, joints: list[Joint]) -> tuple[str, ...]:
+    """Whole parameters that act on cut tensors."""
+    cut = {one for joint in joints for side in analysis.sides(joint) for one in np.unique(side).tolist()}
+    acting = {tensor for tensor, node in analysis.record.partial if int(analysis.labels[node]) in cut}
+    return tuple(name for name, each in analysis.model.named_parameters() if id(each) in acting)
