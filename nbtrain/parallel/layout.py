@@ -35,6 +35,7 @@ class Layout:
         result: What `parallelize` returned, where that isn't the model itself.
         blueprint: The model's structure before it was laid out; None on one device.
         order: Of the units in forward, as ranks agreed on it, by training mode; where FSDP shards.
+        compile: Whether, or by which backend, blocks are compiled.
     """
 
     plan: Plan
@@ -45,6 +46,7 @@ class Layout:
     result: nn.Module | None = None
     blueprint: Blueprint | None = None
     order: dict[bool, list[str]] = field(default_factory=dict)
+    compile: bool | str = False
     _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property
