@@ -20,8 +20,13 @@ class Mixin:
     def __reduce_ex__(self, protocol: Any) -> Any:
         function, arguments, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # not in the stubs
-            arguments = (own_class(arguments[0]), *arguments[1:])
+            # not by its name: pickle compares its argument with the object's class
+            function, arguments = _new, (own_class(arguments[0]), *arguments[1:])
         return function, arguments, *rest
+
+
+def _new(cls: Any, *arguments: Any) -> Any:
+    return cls.__new__(cls, *arguments)
 
 
 def mix(module: nn.Module, mixin: type[Mixin], **attributes: Any) -> None:

@@ -230,7 +230,11 @@ class Stepper:
     @property
     def _divisor(self) -> float:
         """What the global loss sum is divided by before backward."""
-        return self.reference if self.scaling is None else self.reference / self.scaling.scale
+        if self.scaling is None:
+            return self.reference
+        # times the ranks, over which DDP and FSDP take the mean: backward then has one device's numbers, and overflows
+        # where it does
+        return self.reference * self.layout.dp / self.scaling.scale
 
     @property
     def _copies(self) -> int:
