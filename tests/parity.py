@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import nbtrain as nt
 from nbtrain.parallel.mesh import data_coordinate
+from nbtrain.parallel.scaler import Scaling
 from nbtrain.parallel.state import full_gradients
 
 SEED = 7
@@ -39,6 +40,8 @@ FP32 = Tolerance(atol=1e-5, rtol=2e-5)
 # bf16 has 8 bits: one rounding is 2^-9 of a value. A dozen layers of them accumulate in a gradient, and batch
 # normalisation over 12 samples magnifies them.
 BF16 = Tolerance(atol=2e-2, rtol=1.5e-1)
+# fp16 has 11 bits: 2^-12 a rounding, an eighth of bf16's
+FP16 = Tolerance(atol=2.5e-3, rtol=2e-2)
 # The same computation on both sides, but that the first step's loss is scaled before backward and not after it: other
 # roundings of the same size, a few of 2^-9 in a row
 SAME_BF16 = Tolerance(atol=4e-3, rtol=2e-2)
@@ -54,6 +57,7 @@ class Run:
     sizes: tuple[int, ...] | None = None  # of each rank's share; None: equal ones
     autocast: bool = False  # the one device computes in bf16 too
     meta: bool = False  # the model is built under nt.meta_init
+    loss_scale: float | None = None  # that fp16 begins with; None leaves it
     optimizer: Callable[[Any], torch.optim.Optimizer] = field(
         # not Adam: it divides gradients that are 0 but for rounding by themselves
         default=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)
@@ -112,7 +116,10 @@ def _trainer(case: models.Case, plan: nt.Plan, run: Run) -> nt.Trainer:
     options = {"loss_fn": case.loss_fn, "grad_clip": run.grad_clip, "accumulate": run.accumulate}
     with nt.meta_init(SEED) if run.meta else contextlib.nullcontext():
         model = case.make()
-    return nt.Trainer(model, plan, optimizer=run.optimizer, **options)
+    trainer = nt.Trainer(model, plan, optimizer=run.optimizer, **options)
+    if run.loss_scale is not None:
+        trainer._stepper.scaling = Scaling(run.loss_scale)
+    return trainer
 
 
 def rank() -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from nbtrain.parallel.mixin import own_class
+
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -33,7 +35,7 @@ def _is_trunk(module: nn.Module) -> bool:
     return (
         isinstance(module, _CONTAINERS)
         and len(blocks) >= 2
-        and len({type(block) for block in blocks}) == 1
+        and len({own_class(type(block)) for block in blocks}) == 1
         and all(any(True for _ in block.children()) for block in blocks)
         and all(any(True for _ in block.parameters()) for block in blocks)
     )

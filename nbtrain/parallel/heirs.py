@@ -126,7 +126,9 @@ class ModelHeir(Heir):
             raise ModelError("its mesh was made by a cell, which would have to make it again on all ranks")
         trained = {name: parameter.requires_grad for name, parameter in model.module.named_parameters()}
         now = attributes(model.module), trained
-        return here.pack((blueprint, model.layout.plan, model.layout.order, model.layout.tensor, now))
+        layout = model.layout
+        how = layout.plan, layout.order, layout.tensor, layout.compile
+        return here.pack((blueprint, how, now))
 
     def numbers(self, here: Here, mirrored: bool) -> Any:
         own = weights(here.belongings.models[self.key].module)
@@ -137,8 +139,9 @@ class ModelHeir(Heir):
         return {**own, "parameters": mirror.parameters()}
 
     def build(self, here: Here, structure: bytes) -> None:
-        blueprint, plan, order, tensor, (values, trained) = here.unpack(structure)
-        layout = Layout(plan, mesh.standing_mesh(plan), blueprint=blueprint, order=order, tensor=tensor)
+        blueprint, (plan, order, tensor, compile), (values, trained) = here.unpack(structure)
+        standing = mesh.standing_mesh(plan)
+        layout = Layout(plan, standing, blueprint=blueprint, order=order, tensor=tensor, compile=compile)
         module = materialise(copy.deepcopy(blueprint.module), mesh.device_of(layout.mesh))
         lay_out_again(module, layout)
         set_attributes(module, values)

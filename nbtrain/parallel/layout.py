@@ -43,6 +43,7 @@ class Layout:
         order: Of the units in forward, as ranks agreed on it, by training mode; where FSDP shards.
         tensor: Which part of each layer a tensor-parallel rank holds; None without tp.
         loop: What makes training loops of one's own right with tp; None without.
+        compile: Whether, or by which backend, blocks are compiled.
     """
 
     plan: Plan
@@ -55,6 +56,7 @@ class Layout:
     order: dict[bool, list[str]] = field(default_factory=dict)
     tensor: TensorPlan | None = None
     loop: OwnLoop | None = None
+    compile: bool | str = False
     _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property

@@ -21,13 +21,13 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from nbtrain.errors import OptimizerError, SessionError
-from nbtrain.parallel import optimizer_state
+from nbtrain.parallel import mesh, optimizer_state
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.local import local
 from nbtrain.parallel.snapshot import random_state
 from nbtrain.parallel.transfer import pass_along, swap
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     optim.SGD,
     optim.Adam,
     optim.AdamW,
@@ -39,6 +39,7 @@ _ELEMENTWISE = (
     optim.RMSprop,
     optim.ASGD,
 )
+"""Optimizers that treat each element, and so each parameter and shard, by itself."""
 
 
 class Mirror:
@@ -191,12 +192,12 @@ class Mirror:
 
     @property
     def _device(self) -> torch.device:
-        return self._own[0].device
+        return mesh.device_of(self._layout.mesh) or self._own[0].device
 
 
 def _check(optimizer: Optimizer) -> None:
-    if type(optimizer) not in _ELEMENTWISE:  # a subclass may compute something else
-        names = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
+    if type(optimizer) not in ELEMENTWISE:  # a subclass may compute something else
+        names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise OptimizerError(
             f"redundancy=True steps a copy of each shard on another rank, which {type(optimizer).__name__} may not "
             f"allow; choose one of torch.optim's {names}, or leave redundancy away and save checkpoints"

@@ -14,11 +14,15 @@ from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.blueprint import blueprint_of
 from nbtrain.parallel.broadcast import broadcast_weights
 from nbtrain.parallel.cell import plan_or_default, require_all_ranks
+from nbtrain.parallel.compile import check_backend, compile_blocks
 from nbtrain.parallel.deferred import Deferred
 from nbtrain.parallel.layout import Layout, layout_of, remember, weak
 from nbtrain.parallel.materialise import Part, check_same_start, materialise_buffers, materialise_shards
+from nbtrain.parallel.mixin import unmix
+from nbtrain.parallel.offload import check_offload, offload_activations
 from nbtrain.parallel.order import UnitOrder
 from nbtrain.parallel.precision import compute_in
+from nbtrain.parallel.recompute import recompute
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.shard import shard
 from nbtrain.parallel.state import part_of
@@ -28,15 +32,21 @@ from nbtrain.plan import Plan
 
 
 def parallelize(
-    model: nn.Module, plan: Plan | None = None, *, mesh: DeviceMesh | None = None, probe: Any = None
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    probe: Any = None,
+    compile: bool | str = False,
 ) -> nn.Module:
     """Replicates, shards or cuts ``model`` over the ranks. Collective; on one device it is the model itself.
 
     Weights and buffers are those of rank 0. With ``zero=0`` the result is a DDP replica of the model, which has the
     model's attributes and names; with ``zero`` 2 and 3 it is the model itself, sharded by FSDP2: each repeated block
-    is a unit. Batch normalisation takes its statistics over all ranks. bf16 keeps fp32 weights. With ``tp`` above 1
-    each layer is cut (Megatron-LM, arXiv 1909.08053): which, and how, is found in a forward on a tiny batch, printed,
-    and proved layer by layer before anything is changed; parameters of cut layers are this rank's part, plain tensors.
+    is a unit. Batch normalisation takes its statistics over all ranks. bf16 and fp16 keep fp32 weights; an fp16 loss
+    must be scaled, as `Trainer` does and ``torch.amp.GradScaler`` in one's own loop. With ``tp`` above 1 each layer is
+    cut (Megatron-LM, arXiv 1909.08053): which, and how, is found in a forward on a tiny batch, printed, and proved
+    layer by layer before anything is changed; parameters of cut layers are this rank's part, plain tensors.
     A second call with the same plan gives the first one's result.
 
     Args:
@@ -46,11 +56,14 @@ def parallelize(
         mesh: With the axes of `build_mesh`; None builds it.
         probe: With ``tp``: inputs that the model's forward takes: a tensor, a tuple, or a dict of keywords. None makes
             up some. They are run once, without training on them.
+        compile: Whether ``torch.compile`` compiles each repeated block (the model, where it has none); a name takes
+            that backend. Masks of dropout then come from the compiler's own generator.
 
     Raises:
         PlanError: The degrees do not fit the ranks, or the model is already laid out in another way.
         ModelError: The model cannot be laid out; all findings with their cures.
         NotImplementedError: The plan needs a later release.
+        UsageError: ``compile`` is no backend, or torch cannot compile here.
     """
     if plan is None and isinstance(model, nn.Module) and (known := layout_of(model)) is not None:
         plan = known.plan
@@ -63,11 +76,12 @@ def parallelize(
     if not isinstance(plan, Plan):
         raise PlanError(f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})")
     plan.require_supported()
+    check_backend(compile)
     plan = plan.resolve(meshes.world_size() if mesh is None else mesh.size())
     if (layout := layout_of(model)) is not None:
-        return _again(layout, plan, model)
+        return _again(layout, plan, model, compile)
     preflight.check_model(model, plan)
-    layout = Layout(plan, meshes.build_mesh(plan) if mesh is None else mesh)
+    layout = Layout(plan, meshes.build_mesh(plan) if mesh is None else mesh, compile=compile)
     layout.originals = weak(model.named_parameters())
     deferred = Deferred(model)
     materialise_buffers(model, deferred, _device(layout))  # of which the blueprint keeps some
@@ -90,7 +104,9 @@ def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
     return result
 
 
-def _again(layout: Layout, plan: Plan, model: nn.Module) -> nn.Module:
+def _again(layout: Layout, plan: Plan, model: nn.Module, compile: bool | str) -> nn.Module:
+    if compile and layout.compile != compile:
+        raise PlanError(f"the model is laid out with compile={layout.compile!r}; build it again for {compile!r}")
     if layout.plan == plan:
         return layout.result if layout.result is not None else model
     raise PlanError(f"the model is laid out by {layout.plan!r}; build it again for {plan!r}")
@@ -99,6 +115,7 @@ def _again(layout: Layout, plan: Plan, model: nn.Module) -> nn.Module:
 def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred, probe: Any) -> nn.Module:
     """The legal order: same weights everywhere, then what changes modules, then what wraps them."""
     device = meshes.device_of(layout.mesh)
+    check_offload(layout.plan, device or next(model.parameters()).device)
     if layout.everyone is not None:
         preflight.check_same_on_ranks(model, layout.everyone)
         check_same_start(deferred, layout.everyone)
@@ -131,10 +148,25 @@ def _device(layout: Layout) -> torch.device:
 
 
 def _prepare(model: nn.Module, layout: Layout, deferred: Deferred | None = None) -> nn.Module:
+    unmix(model)
     if layout.group is not None:
         batchnorm.normalise_globally(model, layout.group)
-    compute_in(model, layout.plan.precision)
+    _change_forward(model, layout)
     return _wrap(model, layout, deferred)
+
+
+def _change_forward(model: nn.Module, layout: Layout) -> None:
+    """Each change runs around those before it."""
+    plan, device = layout.plan, meshes.device_of(layout.mesh)
+    # torch lets a compiler see what "selective" keeps, and runs the code of a whole block again
+    if plan.recompute == "selective":
+        recompute(model, plan.recompute)
+    compile_blocks(model, layout.compile)
+    if plan.recompute != "selective":
+        recompute(model, plan.recompute)
+    if "activations" in (plan.offload or ()):
+        offload_activations(model)
+    compute_in(model, plan.precision, device)
 
 
 def _wrap(model: nn.Module, layout: Layout, deferred: Deferred | None) -> nn.Module:

@@ -1,9 +1,10 @@
-"""bf16 compute with fp32 weights.
+"""bf16 and fp16 compute with fp32 weights.
 
-The model's forward runs under autocast: matrix products in bf16, sums and losses in fp32. Where FSDP shards the
-parameters it also casts them to bf16 before they are gathered, which halves what moves; then layers that autocast
-leaves alone (norms) run in bf16 too. Weights, gradients after reduction and optimizer state are fp32 in both.
-What comes out of the model is fp32, so that a loss outside of it is too.
+The model's forward runs under autocast: matrix products in 16 bits, sums and losses in fp32. Where FSDP shards the
+parameters it also casts them before they are gathered, which halves what moves; then layers that autocast leaves alone
+(norms) run in 16 bits too. Weights, gradients after reduction and optimizer state are fp32 in both.
+What comes out of the model, and only there, is cast to fp32, so that a loss outside of it is too.
+fp16 needs a loss scale beside it: `nbtrain.parallel.scaler`.
 """
 
 from __future__ import annotations
@@ -15,30 +16,46 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
-DTYPES = {"bf16": torch.bfloat16}
+from nbtrain.errors import ModelError
+from nbtrain.parallel.mixin import Mixin, mix
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Autocast:
-    """Mixed into the class of a model, whose forward then computes in ``_compute_dtype``."""
+class Autocast(Mixin):
+    """Mixed into the class of a model, whose forward then computes in ``_compute_dtype``.
+
+    ``_compute_device`` is a device type; None takes that of the first parameter.
+    """
 
     _compute_dtype: torch.dtype
+    _compute_device: str | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        device = next(self.parameters()).device.type  # type: ignore[attr-defined]  # an nn.Module beside it
+        device = self._compute_device
+        if device is None:
+            device = next(self.parameters()).device.type  # type: ignore[attr-defined]  # an nn.Module beside it
         with torch.autocast(device, self._compute_dtype):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]  # of the model's class
         return tree_map_only(torch.Tensor, _full_precision, output)
 
 
-def compute_in(model: nn.Module, precision: str) -> None:
-    """Makes ``model`` compute in ``precision`` from now on; "fp32" leaves its dtypes as they are."""
-    if isinstance(model, Autocast):  # a copy of a model that was laid out
-        model.__class__ = type(model).__bases__[1]
+def compute_in(model: nn.Module, precision: str, device: torch.device | None = None) -> None:
+    """Makes ``model`` compute in ``precision`` from now on; "fp32" leaves its dtypes as they are.
+
+    Args:
+        model: Changed in place.
+        precision: Of a plan.
+        device: That it computes on, where its parameters may lie elsewhere.
+
+    Raises:
+        ModelError: fp16 with weights that are fp16 themselves: small steps would round to none.
+    """
     if precision not in DTYPES:
         return
-    # a subclass, not a wrapper: names, isinstance and the model's own methods stay
-    cls = type(model)
-    model.__class__ = type(cls.__name__, (Autocast, cls), {"_compute_dtype": DTYPES[precision]})
+    if precision == "fp16" and any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        raise ModelError("precision=fp16 keeps fp32 weights, and the model's are float16; type model.float()")
+    mix(model, Autocast, _compute_dtype=DTYPES[precision], _compute_device=None if device is None else device.type)
 
 
 def shard_policy(precision: str) -> MixedPrecisionPolicy:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
 
 from nbtrain.parallel.blocks import repeated_blocks, self_contained
+from nbtrain.parallel.offload import shard_offload
 from nbtrain.parallel.precision import shard_policy
 from nbtrain.plan import Plan
 
@@ -36,6 +37,7 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module
         # None: all but the root, whose parameters backward needs at once
         "reshard_after_forward": None if plan.zero == 3 else False,
         "mp_policy": shard_policy(plan.precision),
+        "offload_policy": shard_offload(plan, torch.device(mesh.device_type)),
     }
     for unit in units.values():
         unit.register_forward_hook(_own_output)

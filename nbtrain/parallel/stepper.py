@@ -6,8 +6,8 @@
     sum partial gradients               with tensor parallelism: of whole parameters that act on cut activations
     mirror gradients                    with redundancy: to the rank that would stand in for this one
     reduce totals                       loss sum, weight, norm, used parameters: the one place where ranks wait
-    scale, clip                         by reference / weight
-    optimizer, scheduler                not interruptible
+    scale, clip                         by divisor / weight
+    optimizer, scheduler                not interruptible; skipped on all ranks where fp16 overflowed on one
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from torch.optim import Optimizer
 
 from nbtrain.errors import GradientError, ModelError, NbtrainError, SessionError, UsageError
 from nbtrain.interrupts import uninterrupted
-from nbtrain.parallel import gradients, live, shard
+from nbtrain.parallel import gradients, live, mesh, offload, shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
-from nbtrain.parallel.mirror import Mirror
+from nbtrain.parallel.mirror import ELEMENTWISE, Mirror
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.replicate import Replica
+from nbtrain.parallel.scaler import Scaling
 from nbtrain.parallel.snapshot import Snapshot
 from nbtrain.parallel.spread import Spread
 from nbtrain.parallel.totals import Tally
@@ -47,6 +48,7 @@ class Stepper:
         scheduler: Has ``step()``, or None.
         phase: How far this rank is.
         grad_norm: Global norm of the last step before clipping; None without ``grad_clip``.
+        scaling: Of the loss, with fp16.
         reference: Global weight of the last step: what the next one most likely has. 1.0 before the first.
         lost: Why no step can be taken any more; "" where it can.
         redundancy: Whether a lost rank must cost no step, though no replica has its shards.
@@ -62,6 +64,7 @@ class Stepper:
     grad_clip: float | None = None
     phase: Phase = field(default_factory=lambda: Phase(Stage.STEPPED, 0))
     grad_norm: float | None = None
+    scaling: Scaling | None = None
     reference: float = 1.0
     lost: str = ""
     redundancy: bool = False
@@ -73,6 +76,8 @@ class Stepper:
         live.track_steps(self)
         self._spread = Spread(self.model, self.layout, self.parameters)
         self._shape = self._count()
+        if self.layout.plan.precision == "fp16":
+            self.scaling = Scaling()
 
     def step(self, whole: Batch, accumulate: int) -> float:
         """The global mean loss. Whatever raises, the weights stay and the next step starts afresh."""
@@ -90,24 +95,41 @@ class Stepper:
         if self.phase.stage is not Stage.STEPPED:
             self._drop()
         step = self.phase.num_steps + 1
-        self._snapshot = Snapshot(self.model, self._device)
+        self._snapshot = Snapshot(self.model, self.device)
         self.phase = Phase(Stage.COMPUTING, step)
         try:
             gradients.drop(self.parameters)
             if self.layout.everyone is None:
                 self.reference = float(whole.num_samples or 1)
-            tally = self._backward(chunks)
-            self._spread.sum_partial()
-            if self.mirror is not None:
-                self.mirror.exchange(step, self._snapshot.random)
-            self.phase = Phase(Stage.READY, step)
-            settled = self._settle(tally)
+            settled = self._attempt(chunks, step)
+            if settled.skipped and settled.reference >= 2 * self.reference:
+                # no overflow of the mean loss: gradients were larger than its own, by a weight that nobody knew
+                self.reference = settled.reference
+                self._begin_again(step)
+                settled = self._attempt(chunks, step)
             with uninterrupted():
                 self._finish(settled)
         except BaseException as problem:
             self._recover(problem)
             raise
         return settled.mean
+
+    def _attempt(self, chunks: Sequence[Batch], step: int) -> Settled:
+        """Everything up to the place where ranks have agreed on how the step ends."""
+        assert self._snapshot is not None, "taken when the step began"
+        tally = self._backward(chunks)
+        self._spread.sum_partial()
+        if self.mirror is not None:
+            self.mirror.exchange(step, self._snapshot.random)
+        self.phase = Phase(Stage.READY, step)
+        return self._settle(tally)
+
+    def _begin_again(self, step: int) -> None:
+        """To where `step` was before its first forward, on all ranks."""
+        assert self._snapshot is not None, "taken when the step began"
+        gradients.drop(self.parameters)
+        self._snapshot.restore()
+        self.phase = Phase(Stage.COMPUTING, step)
 
     def mirror_again(self) -> None:
         """Begin to hold what the rank before needs, and let the next one hold the same of this rank. Collective."""
@@ -153,25 +175,32 @@ class Stepper:
         if self.layout.usage is not None:
             self.layout.usage.clear_unused(settled.marks)
         gradients.scale(self.parameters, settled.factor)
-        self.optimizer.step()
-        if self.mirror is not None:
-            self.mirror.step(settled.factor)
-        self.reference, self.grad_norm = settled.reference, settled.grad_norm
+        if not settled.skipped:
+            self._step_optimizer()
+            if self.mirror is not None:
+                self.mirror.step(settled.factor)
+        self.reference, self.grad_norm, self.scaling = settled.reference, settled.grad_norm, settled.scaling
         self._settled, self._snapshot = settled, None
         self.phase = Phase(Stage.STEPPED, self.phase.step)
-        if self.scheduler is not None:
+        if self.scheduler is not None and not settled.skipped:
             self.scheduler.step()
 
+    def _step_optimizer(self) -> None:
+        if "optimizer" in (self.layout.plan.offload or ()):
+            offload.step(self.optimizer, type(self.optimizer) in ELEMENTWISE)
+        else:
+            self.optimizer.step()
+
     def _backward(self, chunks: Sequence[Batch]) -> Tally:
-        """Leaves the gradients of the global sum over the reference; the true weight is known only afterwards."""
-        tally = Tally(self._device)
+        """Leaves the gradients of the global sum over the divisor; the true weight is known only afterwards."""
+        tally = Tally(self.device)
         for index, chunk in enumerate(chunks):
             with self._reduction(last=index == len(chunks) - 1):
                 loss = compute_loss(self.model, self.loss_fn, chunk)
                 if self.layout.usage is not None:
                     self.layout.usage.watch()
                 # DDP and FSDP take the mean over ranks
-                loss.over(self.reference / self.layout.dp).backward()  # type: ignore[no-untyped-call]
+                loss.over(self._divisor / self.layout.dp).backward()  # type: ignore[no-untyped-call]
             tally.add(loss)
         return tally
 
@@ -183,27 +212,42 @@ class Stepper:
 
     def _settle(self, tally: Tally) -> Settled:
         """What all ranks end this step by: the one place where they wait for each other."""
-        squares = self._spread.square_sum() if self.grad_clip is not None else 0.0
+        measured = self.grad_clip is not None or self.scaling is not None
+        squares = self._spread.square_sum() if measured else 0.0
         marks = self.layout.usage.take() if self.layout.usage is not None else ()
-        used = self.reference
+        used = self._divisor
         totals = tally.reduce(self.layout.everyone, used, self.phase.step, squares, marks, copies=self.layout.plan.tp)
         if not totals.agreed:  # one that only some ranks took over would scale gradients wrongly
             self.reference = 1.0
+            self.scaling = None if self.scaling is None else Scaling()
         totals.require_meaning()
-        norm = None
+        norm, scaling = None, self.scaling
         factor = used / totals.weight
+        skipped = scaling is not None and not math.isfinite(totals.square_sum)
         if self.grad_clip is not None:
             norm = math.sqrt(totals.square_sum) * factor
-            self._require_finite(norm)
-            factor *= gradients.clip_factor(norm, self.grad_clip)
-        return Settled(totals.mean, factor, totals.weight, norm, totals.marks)
+            if not skipped:
+                self._require_finite(norm)
+                factor *= gradients.clip_factor(norm, self.grad_clip)
+        if scaling is not None:
+            scaling = scaling.after(skipped)
+        return Settled(totals.mean, factor, totals.weight, norm, totals.marks, skipped, scaling)
+
+    @property
+    def _divisor(self) -> float:
+        """What the global loss sum is divided by before backward."""
+        if self.scaling is None:
+            return self.reference
+        # times the ranks, over which DDP and FSDP take the mean: backward then has one device's numbers, and overflows
+        # where it does
+        return self.reference * self.layout.dp / self.scaling.scale
 
     def _require_finite(self, norm: float) -> None:
         if math.isfinite(norm):
             return
         names: list[str] = gradients.not_finite(self.model)
-        if self.layout.group is not None:
-            names = _union(names, self.layout.group)
+        if self.layout.everyone is not None:
+            names = _union(names, self.layout.everyone)
         raise GradientError(
             f"the gradient norm is {norm} at step {self.phase.step}, from {_some(names)}; the weights are those of "
             "the step before: look at the batch, or lower the learning rate"
@@ -212,7 +256,7 @@ class Stepper:
     def _recover(self, problem: BaseException) -> None:
         """After an exception: as if the step had not begun, unless another rank may have ended it."""
         cut_off = isinstance(problem, (KeyboardInterrupt, RuntimeError)) and not isinstance(problem, NbtrainError)
-        if self.phase.stage is Stage.READY and cut_off and self.layout.group is not None:
+        if self.phase.stage is Stage.READY and cut_off and self.layout.everyone is not None:
             return  # the gradients are final: `agree` or the next step tells what becomes of them
         if isinstance(self.model, Replica):
             self.model.unwrap()
@@ -237,8 +281,9 @@ class Stepper:
         return len(parameters), sum(parameter.requires_grad for parameter in parameters)
 
     @property
-    def _device(self) -> torch.device:
-        return self.parameters[0].device
+    def device(self) -> torch.device:
+        """That the model computes on; its parameters may be kept elsewhere."""
+        return mesh.device_of(self.layout.mesh) or self.parameters[0].device
 
 
 @dataclass(frozen=True)
@@ -247,10 +292,12 @@ class Settled:
 
     Attributes:
         mean: The global mean loss.
-        factor: What gradients are multiplied by: the weight and the clipping.
+        factor: What gradients are multiplied by: the weight, the clipping, and the loss scale taken back.
         reference: The global weight, which the next step most likely has too.
         grad_norm: Before clipping; None without.
         marks: For each parameter, how many ranks reached it.
+        skipped: Whether the optimizer does not step, since fp16 gradients are not finite on some rank.
+        scaling: Of the next loss.
     """
 
     mean: float
@@ -258,6 +305,8 @@ class Settled:
     reference: float
     grad_norm: float | None
     marks: list[float]
+    skipped: bool = False
+    scaling: Scaling | None = None
 
 
 def _union(names: list[str], group: dist.ProcessGroup) -> list[str]:

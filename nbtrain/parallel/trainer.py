@@ -55,6 +55,7 @@ class Trainer:
             more shard of weights and optimizer state, one more optimizer step on the CPU, and the traffic of one
             gradient shard a step. It needs an element-wise optimizer of torch.optim.
         probe: With ``tp``: a tiny batch of the model's inputs, where `parallelize` cannot make one up.
+        compile: As of `parallelize`: True compiles each repeated block.
 
     Attributes:
         model: The laid-out model.
@@ -79,6 +80,7 @@ class Trainer:
         accumulate: int = 1,
         redundancy: bool = False,
         probe: Any = None,
+        compile: bool | str = False,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
@@ -86,7 +88,7 @@ class Trainer:
             raise UsageError(f"Trainer needs an optimizer; {EXAMPLE}")
         _check_arguments(loss_fn, grad_clip, accumulate)
         require_all_ranks("Trainer")
-        self.model = parallelize(model, plan, probe=probe)
+        self.model = parallelize(model, plan, probe=probe, compile=compile)
         layout = _layout(self.model)
         self.plan = layout.plan
         if layout.shards:
@@ -114,6 +116,9 @@ class Trainer:
         others. Without, everything goes to the model. With ``accumulate=k`` the batch is cut into k chunks along
         dim 0; the gradients are those of the whole batch. They stay until the next step, to be looked at.
 
+        With ``precision=fp16`` the loss is scaled before backward. A step whose gradients are not finite on some rank
+        counts as done but is skipped by all: neither optimizer nor scheduler steps, and the scale halves.
+
         A step that raises leaves weights and optimizer as they were, and the trainer usable.
 
         Returns:
@@ -122,7 +127,7 @@ class Trainer:
 
         Raises:
             BatchError: The batch cannot be cut into chunks, or nothing in it counts on any rank.
-            GradientError: With ``grad_clip``: the norm is not finite.
+            GradientError: With ``grad_clip``: the norm is not finite. With fp16: no scale makes it finite.
         """
         require_all_ranks("Trainer.step")
         share = Batch.of(batch, named)
@@ -197,7 +202,7 @@ class Trainer:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps done."""
+        """Steps done, with those that fp16 skipped."""
         return self.phase.num_steps
 
     @property
@@ -206,8 +211,18 @@ class Trainer:
         return self._stepper.grad_norm
 
     @property
+    def loss_scale(self) -> float | None:
+        """What the next loss is multiplied by before backward; None but with ``precision=fp16``."""
+        return None if self._stepper.scaling is None else self._stepper.scaling.scale
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that changed nothing, as fp16 gradients were not finite."""
+        return 0 if self._stepper.scaling is None else self._stepper.scaling.num_skipped
+
+    @property
     def _device(self) -> torch.device:
-        return self._stepper.parameters[0].device
+        return self._stepper.device
 
     def _scalar(self, value: float) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.float32, device=self._device)
@@ -220,7 +235,7 @@ def _layout(model: nn.Module) -> Layout:
 
 
 def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    known = ("optimizer", "loss_fn", "scheduler", "grad_clip", "accumulate", "redundancy", "probe")
+    known = ("optimizer", "loss_fn", "scheduler", "grad_clip", "accumulate", "redundancy", "probe", "compile")
     for name in arguments:
         other = _OTHERWISE.get(name)
         hint = f"type {other}=" if other else nearest(name, known)

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 def describe(plan: Plan, num_parameters: int | None) -> str:
     """A few lines of text; bytes and elements when the plan is resolved and ``num_parameters`` is known."""
     lines = [_title(plan), *_states(plan), _traffic(plan)]
-    if plan.precision != "fp32":
-        lines.append(f"  precision        {plan.precision} compute; weights, reductions, optimizer state fp32")
+    lines += [*_precision(plan), *_recompute(plan), *_offload(plan)]
     lines += _model_parallel(plan)
     if num_parameters is not None and _is_resolved(plan):
         lines += _amounts(plan, num_parameters)
@@ -64,6 +63,31 @@ def _traffic(plan: Plan) -> str:
     gathers = "two all-gathers of the parameters (2P)" if plan.zero == 3 else "an all-gather of the parameters (P)"
     moved = f"{name}{gathers}, a reduce-scatter of the gradients (P)"
     return moved + (", an all-reduce of its shards across replicas" if plan.dp_replicate != 1 else "")
+
+
+def _precision(plan: Plan) -> list[str]:
+    if plan.precision == "fp32":
+        return []
+    scaled = " under a loss scale" if plan.precision == "fp16" else ""
+    return [f"  precision        {plan.precision} compute{scaled}; weights, reductions, optimizer state fp32"]
+
+
+def _recompute(plan: Plan) -> list[str]:
+    if plan.recompute == "none":
+        return []
+    which = "each block" if plan.recompute in ("full", "selective", 1) else f"one block in {plan.recompute}"
+    kept = "its inputs, matrix products and attention" if plan.recompute == "selective" else "its inputs only"
+    return [f"  recompute        {which} keeps {kept}, and computes the rest again in backward"]
+
+
+def _offload(plan: Plan) -> list[str]:
+    meanings = {
+        "params": "parameters, gradients and optimizer state, for good",
+        "optimizer": "optimizer state between steps",
+        "activations": "what blocks keep from forward to backward",
+    }
+    parts = [meanings[part] for part in plan.offload or ()]
+    return [f"  offload          to host memory: {'; '.join(parts)}"] if parts else []
 
 
 def _model_parallel(plan: Plan) -> list[str]:

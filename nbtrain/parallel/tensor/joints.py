@@ -121,7 +121,6 @@ class Analysis:
             return ()
         return tuple(dict.fromkeys(key for call in calls if (key := call.arguments[depth]) is not None))
 
-
     @cached_property
     def order(self) -> dict[str, int]:
         """Of all modules in the model."""
@@ -140,11 +139,7 @@ class Analysis:
     def heads(self, vocabulary: nn.Embedding) -> list[str]:
         """Matrices from whole features to the vocabulary."""
         size = vocabulary.num_embeddings
-        return [
-            name
-            for name in self.called
-            if self.layers.matrices[name].num_outputs == size and self._leaves(name)
-        ]
+        return [name for name in self.called if self.layers.matrices[name].num_outputs == size and self._leaves(name)]
 
     def _leaves(self, name: str) -> bool:
         return bool((self.outputs(name) == 0).all())
@@ -170,7 +165,13 @@ class Analysis:
         for owner in (module, getattr(module, "config", None)):
             values = vars(owner) if owner is not None else {}
             for name, value in values.items():
-                if type(value) is int and value == count and "head" in name and "dim" not in name and "size" not in name:
+                if (
+                    type(value) is int
+                    and value == count
+                    and "head" in name
+                    and "dim" not in name
+                    and "size" not in name
+                ):
                     return f"{name}={count} {of}"
         widths = {
             self.layers.matrices[row].num_inputs
