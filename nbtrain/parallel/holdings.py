@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from nbtrain.parallel.layout import layout_of
 from nbtrain.parallel.local import local
 from nbtrain.parallel.mesh import rank
+from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.plan.footprint import format_bytes
 from nbtrain.telemetry.memory import model_bytes
 
@@ -33,7 +34,7 @@ def holdings(model: nn.Module | Trainer, optimizer: Optimizer | None = None) -> 
         return holdings(model.model, model.optimizer)
     layout = layout_of(model)
     parameters = list(model.parameters())
-    held = model_bytes(model, optimizer)
+    held = measured(model, optimizer)
     return {
         "rank": rank(),
         "plan": None if layout is None else str(layout.plan),
@@ -43,6 +44,14 @@ def holdings(model: nn.Module | Trainer, optimizer: Optimizer | None = None) -> 
         "num_units": 0 if layout is None or not layout.shards else len(layout.units) + 1,
         **{f"{name}_bytes": num_bytes for name, num_bytes in held.items()},
     }
+
+
+def measured(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
+    """`model_bytes`, and the buffers in which ``zero=1`` keeps gradients."""
+    held = model_bytes(model, optimizer)
+    if isinstance(model, ShardedUpdate):
+        held["gradients"] = model.gradient_bytes
+    return held
 
 
 def holdings_text(held: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class Layout:
         usage: Marks of the parameters that backward reached, where FSDP shards.
         result: What `parallelize` returned, where that isn't the model itself.
         blueprint: The model's structure before it was laid out; None on one device.
+        ddp: Options of DDP's reducer.
         order: Of the units in forward, as ranks agreed on it, by training mode; where FSDP shards.
     """
 
@@ -44,6 +45,7 @@ class Layout:
     usage: Usage | None = None
     result: nn.Module | None = None
     blueprint: Blueprint | None = None
+    ddp: Mapping[str, bool] = field(default_factory=dict)
     order: dict[bool, list[str]] = field(default_factory=dict)
     _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -57,10 +59,22 @@ class Layout:
         return self.plan.shards_parameters and self.plan.dp_shard > 1
 
     @property
+    def shards_update(self) -> bool:
+        """Whether replicas share the optimizer's step: ``zero=1``."""
+        return self.plan.zero == 1 and self.plan.dp_shard > 1
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same part of a reduced gradient."""
+        return self.plan.dp_replicate if self.shards or self.shards_update else self.dp
+
+    @property
     def kind(self) -> str:
-        """In a word."""
+        """In a few words."""
         if self.group is None:
             return "one device"
+        if self.shards_update:
+            return "replicated, optimizer state sharded"
         return "sharded" if self.shards else "replicated"
 
     @functools.cached_property

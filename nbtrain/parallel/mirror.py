@@ -17,28 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.errors import OptimizerError, SessionError
 from nbtrain.parallel import optimizer_state
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.local import local
+from nbtrain.parallel.optimizer import ELEMENTWISE
 from nbtrain.parallel.snapshot import random_state
 from nbtrain.parallel.transfer import pass_along, swap
-
-_ELEMENTWISE = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.RMSprop,
-    optim.ASGD,
-)
 
 
 class Mirror:
@@ -195,8 +183,8 @@ class Mirror:
 
 
 def _check(optimizer: Optimizer) -> None:
-    if type(optimizer) not in _ELEMENTWISE:  # a subclass may compute something else
-        names = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
+    if type(optimizer) not in ELEMENTWISE:  # a subclass may compute something else
+        names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise OptimizerError(
             f"redundancy=True steps a copy of each shard on another rank, which {type(optimizer).__name__} may not "
             f"allow; choose one of torch.optim's {names}, or leave redundancy away and save checkpoints"

@@ -7,6 +7,7 @@
     reduce totals                       loss sum, weight, norm, used parameters: the one place where ranks wait
     scale, clip                         by reference / weight
     optimizer, scheduler                not interruptible
+    gather weights                      with zero=1: see `nbtrain.parallel.update`; not interruptible
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.snapshot import Snapshot
 from nbtrain.parallel.totals import Tally
+from nbtrain.parallel.update import JOIN_CURE, ShardedUpdate
 
 
 @dataclass
@@ -98,6 +100,7 @@ class Stepper:
             settled = self._settle(tally)
             with uninterrupted():
                 self._finish(settled)
+                self._gather()
         except BaseException as problem:
             self._recover(problem)
             raise
@@ -105,6 +108,11 @@ class Stepper:
 
     def mirror_again(self) -> None:
         """Begin to hold what the rank before needs, and let the next one hold the same of this rank. Collective."""
+        if self.redundancy and self.layout.shards_update and self.layout.plan.dp_replicate == 1:
+            raise NotImplementedError(
+                "redundancy=True with zero=1 comes with a later release; type zero=2,redundancy=True or, with twice the "
+                "ranks, zero=1,dp_replicate=2"
+            )
         if self.redundancy and self.layout.shards and self.layout.plan.dp_replicate == 1:
             self.mirror = Mirror(self.model, self.optimizer, self.layout)
 
@@ -120,17 +128,20 @@ class Stepper:
         """
         if self.lost:
             raise SessionError(self.lost)
+        self._gather()  # what an interruption has left owed, on all ranks alike
 
-    def standing(self) -> tuple[Phase, Settled | None]:
-        """How far this rank is, and what the last finished step was settled by."""
-        return self.phase, self._settled
+    def standing(self) -> Standing:
+        """How far this rank is, what the last finished step was settled by, and whether its weights are owed."""
+        return self.phase, self._settled, isinstance(self.model, ShardedUpdate) and self.model.owed
 
-    def agree(self, standings: list[tuple[Phase, Settled | None]]) -> None:
+    def agree(self, standings: list[Standing]) -> None:
         """Ends the step that another rank has ended; drops the one that none has. See `nbtrain.parallel.live`.
 
         A rank that lacks a step of which it has no gradients loses the trainer.
         """
-        most, settled = max(standings, key=lambda standing: standing[0].num_steps)
+        most, settled, _ = max(standings, key=lambda standing: standing[0].num_steps)
+        if isinstance(self.model, ShardedUpdate):
+            self.model.owed = any(owed or phase.num_steps != most.num_steps for phase, _, owed in standings)
         if self.phase.num_steps == most.num_steps:
             self._drop()
         elif self.phase == Phase(Stage.READY, most.num_steps) and settled is not None:
@@ -148,6 +159,8 @@ class Stepper:
             self.layout.usage.clear_unused(settled.marks)
         gradients.scale(self.parameters, settled.factor)
         self.optimizer.step()
+        if isinstance(self.model, ShardedUpdate):
+            self.model.owed = True
         if self.mirror is not None:
             self.mirror.step(settled.factor)
         self.reference, self.grad_norm = settled.reference, settled.grad_norm
@@ -155,6 +168,10 @@ class Stepper:
         self.phase = Phase(Stage.STEPPED, self.phase.step)
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _gather(self) -> None:
+        if isinstance(self.model, ShardedUpdate):
+            self.model.gather()
 
     def _backward(self, chunks: Sequence[Batch]) -> Tally:
         """Leaves the gradients of the global sum over the reference; the true weight is known only afterwards."""
@@ -187,20 +204,17 @@ class Stepper:
         norm = None
         factor = used / totals.weight
         if self.grad_clip is not None:
-            norm = math.sqrt(totals.square_sum / self._copies) * factor
+            norm = math.sqrt(totals.square_sum / self.layout.copies) * factor
             self._require_finite(norm)
             factor *= gradients.clip_factor(norm, self.grad_clip)
         return Settled(totals.mean, factor, totals.weight, norm, totals.marks)
 
-    @property
-    def _copies(self) -> int:
-        """How many ranks hold the same part of a gradient."""
-        return self.layout.plan.dp_replicate if self.layout.shards else self.layout.dp
-
     def _require_finite(self, norm: float) -> None:
         if math.isfinite(norm):
             return
-        names: list[str] = gradients.not_finite(self.model)
+        model = self.model
+        named = model.named_pieces() if isinstance(model, ShardedUpdate) else model.named_parameters()
+        names: list[str] = gradients.not_finite(named)
         if self.layout.group is not None:
             names = _union(names, self.layout.group)
         raise GradientError(
@@ -257,6 +271,9 @@ class Settled:
     reference: float
     grad_norm: float | None
     marks: list[float]
+
+
+Standing = tuple[Phase, Settled | None, bool]
 
 
 def _union(names: list[str], group: dist.ProcessGroup) -> list[str]:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from nbtrain.plan.plan import Plan
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "zero": (0, 2, 3),
+    "zero": (0, 1, 2, 3),
     "tp": (1,),
     "pp": (1,),
     "precision": ("fp32", "bf16"),
