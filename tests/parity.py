@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import nbtrain as nt
+from nbtrain.parallel.update import ShardedUpdate
 
 SEED = 7
 BATCH = 12
@@ -83,6 +84,8 @@ def _check(case: models.Case, plan: nt.Plan, run: Run, tolerance: Tolerance) -> 
         positional, named = _arguments(_share(batch, run))
         loss = trainer.step(*positional, **named)
         _compare(f"loss {step}", expected, loss, tolerance)
+        if isinstance(trainer.model, ShardedUpdate):
+            trainer.model.gather_gradients()
         _compare_gradients(reference, trainer.model, step, tolerance)
     _compare_states(reference.state_dict(), trainer.state_dict(), tolerance)
 

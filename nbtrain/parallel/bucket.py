@@ -76,7 +76,7 @@ class Bucket:
         pieces: For each parameter, what of it lies in this rank's part: of one dim, or of the parameter's shape where it
             lies in one part. Of 0 elements where nothing does.
         weights: (num_parts x part) elements.
-        waiting: Indices of parameters whose gradient has not arrived in this backward.
+        waiting: Indices of parameters whose final gradient has not arrived yet.
     """
 
     def __init__(self, parameters: list[nn.Parameter], placement: Placement, num_parts: int, own: int) -> None:
@@ -123,7 +123,6 @@ class Bucket:
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             parameter.grad = view
-        self.waiting.discard(index)
 
     def complete(self) -> None:
         """What has no gradient counts as zeros."""

@@ -180,6 +180,7 @@ class ShardedUpdate(Replica):
         bucket, slot = self._places[index]
         bucket.take(slot)
         if self._is_reducing:
+            bucket.waiting.discard(slot)
             self._begin()
 
     def _begin(self) -> None:
