@@ -27,6 +27,7 @@ from nbtrain.parallel.parallelize import lay_out_again
 from nbtrain.parallel.parcel import Packer, Unpacker
 from nbtrain.parallel.snapshot import set_random_state
 from nbtrain.parallel.trainer import Trainer
+from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.plan.footprint import format_bytes
 
 SENT_BYTES = 256 * 2**20
@@ -126,7 +127,8 @@ class ModelHeir(Heir):
             raise ModelError("its mesh was made by a cell, which would have to make it again on all ranks")
         trained = {name: parameter.requires_grad for name, parameter in model.module.named_parameters()}
         now = attributes(model.module), trained
-        return here.pack((blueprint, model.layout.plan, model.layout.order, now))
+        update = model.layout.result.standing() if isinstance(model.layout.result, ShardedUpdate) else None
+        return here.pack((blueprint, model.layout.plan, model.layout.order, model.layout.ddp, now, update))
 
     def numbers(self, here: Here, mirrored: bool) -> Any:
         own = weights(here.belongings.models[self.key].module)
@@ -137,10 +139,12 @@ class ModelHeir(Heir):
         return {**own, "parameters": mirror.parameters()}
 
     def build(self, here: Here, structure: bytes) -> None:
-        blueprint, plan, order, (values, trained) = here.unpack(structure)
-        layout = Layout(plan, mesh.standing_mesh(plan), blueprint=blueprint, order=order)
+        blueprint, plan, order, ddp, (values, trained), update = here.unpack(structure)
+        layout = Layout(plan, mesh.standing_mesh(plan), blueprint=blueprint, ddp=ddp, order=order)
         module = materialise(copy.deepcopy(blueprint.module), mesh.device_of(layout.mesh))
         lay_out_again(module, layout)
+        if isinstance(layout.result, ShardedUpdate):
+            layout.result.stand(update)
         set_attributes(module, values)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trained[name])

@@ -104,6 +104,16 @@ class ShardedUpdate(Replica):
         for group in optimizer.param_groups:
             group["params"] = [pieces.get(id(parameter), parameter) for parameter in group["params"]]
 
+    def standing(self) -> tuple[bool, bool, bool]:
+        """What a rank that takes a lost one's place must begin with: `stand` takes it."""
+        return self.whole, self.shares, self.owed
+
+    def stand(self, standing: tuple[bool, bool, bool]) -> None:
+        """Before the weights come."""
+        whole, self.shares, self.owed = standing
+        if whole != self.whole:
+            self.arrange(whole=whole)
+
     def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each trained parameter's piece under the parameter's name; of 0 elements where it lies on other ranks."""
         pieces = {id(parameter): piece for parameter, piece in self._pairs()}
@@ -134,6 +144,7 @@ class ShardedUpdate(Replica):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._reached.clear()
+        self.gather()  # what an interruption has left owed
         if self._begun:
             self.unwrap()  # of an own loop, which goes on behind an exception
         if torch.is_grad_enabled():
@@ -158,6 +169,7 @@ class ShardedUpdate(Replica):
     def regroup(self, group: dist.ProcessGroup) -> None:
         vars(self).pop("_groups", None)
         self.unwrap()
+        self._attempt = 0  # ranks count those that they saw; no old message comes by a new group
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         for bucket in self._buckets:

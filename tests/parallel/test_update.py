@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,13 +10,15 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
+from lives import Life, die, run_lives
 from parity import BF16, Run, Tolerance, check, rank
 from ranks import run_ranks
 from torch import nn
 
 import nbtrain as nt
+from nbtrain.errors import GradientError, OptimizerError, SessionError
+from nbtrain.parallel.heal import heal
 from nbtrain.parallel.optimizer import ELEMENTWISE
-from nbtrain.parallel.update import ShardedUpdate
 
 LAYOUTS = [("zero=1", 1), ("zero=1", 2), ("zero=1,bucket_mb=0.004", 4), ("zero=1,dp_replicate=2,dp_shard=2", 4)]
 
@@ -135,7 +138,7 @@ def test_reduction_begins_during_backward_and_always_in_one_order() -> None:
     def on_rank() -> list[tuple[int, int]]:
         trainer = trainer_of("zero=1,bucket_mb=0.0001", Stacked)
         model = trainer.model
-        assert len(model.bucket_bytes()) == 6  # each parameter is more than 105 bytes or the last
+        assert len(model.bucket_bytes()) == 4
         seen: list[tuple[int, int]] = []
         begin = model._begin
 
@@ -232,5 +235,83 @@ def test_channels_last_scalars_and_several_dtypes() -> None:
         for one in (trainer, other):
             one.step(torch.randn(2, 3, 5, 5, generator=generator.manual_seed(rank())), torch.ones(2, 4))
         torch.testing.assert_close(trainer.state_dict(), other.state_dict())
+
+    run_ranks(on_rank, 2)
+
+
+def after_death(spec: str, world_size: int, make: Any, check: Any, place: str) -> None:
+    """``check(trainer or None, report)`` on all ranks, when the last has died in its second step."""
+    doomed = world_size - 1
+
+    def live_on(life: Life) -> Any:
+        trainer = make(spec)
+        trainer.step(*batch(0))
+        if life.rank == doomed and place == "gathering":
+            trainer.model._all_gather = lambda buffers: die()
+        elif life.rank == doomed:
+            die()
+        with contextlib.suppress(RuntimeError):
+            trainer.step(*batch(1))
+            trainer.evaluate([batch(2)])  # where no rank waits for the dead one's step
+        return go_on(life, {"trainer": trainer, "model": trainer.model})
+
+    def go_on(life: Life, namespace: dict[str, Any]) -> Any:
+        life.rejoin(1, (doomed,))
+        return check(namespace, heal(namespace, (doomed,)))
+
+    run_lives(live_on, lambda life: go_on(life, {}), world_size, (doomed,))
+
+
+def test_without_replicas_a_death_costs_the_optimizer_state_and_not_the_weights() -> None:
+    def check(namespace: dict[str, Any], report: dict[str, Any]) -> None:
+        assert report["healed"] == ["model"]
+        assert report["lost"] == {
+            "trainer": "its optimizer state was on no other rank (dp_replicate=2 keeps a copy); the model is whole: make "
+            "the trainer again on all ranks"
+        }
+        trainer = nt.Trainer(namespace["model"], optimizer=adamw, loss_fn=F.mse_loss)
+        trainer.step(*batch(2))
+        everyone: list[Any] = [None] * 3
+        torch.distributed.all_gather_object(everyone, trainer.state_dict())
+        torch.testing.assert_close(everyone[1:], everyone[:1] * 2, rtol=0, atol=0)
+
+    after_death("zero=1", 3, trainer_of, check, "between")
+
+
+def test_without_replicas_a_death_before_the_weights_are_gathered_costs_them() -> None:
+    def check(namespace: dict[str, Any], report: dict[str, Any]) -> None:
+        assert report["healed"] == []
+        assert "its pieces of the step that was under way were on no other rank" in report["lost"]["model"]
+        with pytest.raises(SessionError, match="the trainer ended with rank 2|trainer is lost"):
+            namespace["trainer"].step(*batch(2))
+
+    after_death("zero=1", 3, trainer_of, check, "gathering")
+
+
+def test_dealt_parameters_are_healed_from_a_replica() -> None:
+    def make(spec: str) -> nt.Trainer:
+        return trainer_of(spec, optimizer=lambda params: Own(params, lr=0.1, momentum=0.9))
+
+    def check(namespace: dict[str, Any], report: dict[str, Any]) -> None:
+        assert report["healed"] == ["trainer", "model"]
+        trainer = namespace["trainer"]
+        assert trainer.model.whole
+        trainer.step(*batch(1))
+        everyone: list[Any] = [None] * 4
+        torch.distributed.all_gather_object(everyone, (trainer.num_steps, trainer.state_dict()))
+        torch.testing.assert_close(everyone[1:], everyone[:1] * 3, rtol=0, atol=0)
+
+    after_death("zero=1,dp_replicate=2,dp_shard=2", 4, make, check, "gathering")
+
+
+def test_what_zero1_cannot_do_is_an_error() -> None:
+    def on_rank() -> None:
+        with pytest.raises(NotImplementedError, match=r"redundancy=True with zero=1 .* type zero=2"):
+            trainer_of(redundancy=True)
+        trainer = trainer_of()
+        with pytest.raises(OptimizerError, match="needs whole parameters"):
+            nt.Trainer(trainer.model, optimizer=lambda params: Own(params, lr=0.1), loss_fn=F.mse_loss)
+        with pytest.raises(GradientError, match=r"from 'layers\."):
+            trainer_of(grad_clip=1.0).step(torch.full((4, 8), float("nan")), torch.ones(4, 3))
 
     run_ranks(on_rank, 2)
