@@ -73,8 +73,8 @@ class Bucket:
 
     Attributes:
         parameters: In the order of the buffers.
-        pieces: For each parameter, what of it lies in this rank's part: of one dim, or of the parameter's shape where it
-            lies in one part. Of 0 elements where nothing does.
+        pieces: For each parameter, what of it lies in this rank's part: of one dim, or, where parameters are whole, of
+            the parameter's shape. Of 0 elements where nothing does.
         weights: (num_parts x part) elements.
         waiting: Indices of parameters whose final gradient has not arrived yet.
     """

@@ -16,6 +16,7 @@ from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.totals import Tally
+from nbtrain.parallel.uneven import StandIn, joined_forward
 
 
 def evaluate(
@@ -30,8 +31,14 @@ def evaluate(
         _require_same_length(len(batches), layout.group, device)
     tally = Tally(device)
     with _eval_mode(model), torch.no_grad():
+        stand_in = StandIn()
         for item in batches:
-            tally.add(compute_loss(model, loss_fn, batch_of(item).to(device)))
+            batch = batch_of(item).to(device)
+            stand_in.remember(batch)
+            if batch.num_samples == 0 and layout.group is not None:
+                joined_forward(model, loss_fn, stand_in.of(batch))
+            else:
+                tally.add(compute_loss(model, loss_fn, batch))
     if layout.shards:
         shard.reshard(model)
     totals = tally.reduce(layout.group)

@@ -67,9 +67,7 @@ def begin_all_gather(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> 
         finish: Finish = _all_gather(flat, own, group=group, async_op=True).wait
         return finish
     parts = flat.view(group.size(), -1)
-    works = [
-        work for to, source in _pairs(group) for work in _messages(own, to, parts[source], source, group, tag)
-    ]
+    works = [work for to, source in _pairs(group) for work in _messages(own, to, parts[source], source, group, tag)]
     return lambda: _wait(works)
 
 

@@ -150,7 +150,8 @@ class _Healing:
         pieces = update is not None and (isinstance(heir, TrainerHeir) or update.owed)
         routes: dict[int, tuple[int, bool]] = {}
         for newcomer in self._newcomers:
-            alike = [rank for rank in mesh.replicas(layout.plan, newcomer, optimizer=pieces) if rank not in self._newcomers]
+            replicas = mesh.replicas(layout.plan, newcomer, optimizer=pieces)
+            alike = [rank for rank in replicas if rank not in self._newcomers]
             holder = self._holder(key, newcomer)
             if alike:
                 routes[newcomer] = (alike[0], False)

@@ -22,6 +22,7 @@ from nbtrain.parallel import live, mesh, optimizer_state
 from nbtrain.parallel.belongings import Belongings, Model, ModelKey, tensors_of
 from nbtrain.parallel.blueprint import attributes, materialise, set_attributes
 from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.loader import UnevenLoader
 from nbtrain.parallel.local import local
 from nbtrain.parallel.parallelize import lay_out_again
 from nbtrain.parallel.parcel import Packer, Unpacker
@@ -199,7 +200,10 @@ class LoaderHeir(Heir):
     name: str
 
     def structure(self, here: Here) -> bytes:
-        return here.pack(here.belongings.loaders[self.name], SENT_BYTES)
+        loader = here.belongings.loaders[self.name]
+        if isinstance(loader, UnevenLoader):
+            raise UsageError("each rank has a dataset of its own; make the loader again on all ranks")
+        return here.pack(loader, SENT_BYTES)
 
     def numbers(self, here: Here, mirrored: bool) -> Any:
         return None

@@ -40,8 +40,8 @@ def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: La
     """The optimizer of ``model``'s parameters.
 
     One that was built before sharding is re-pointed to the parameters that took the place of its own; its groups and
-    options stay. With ``zero=1`` it then holds this rank's pieces of them; one that isn't element-wise (Muon, Adafactor,
-    a class of one's own) holds whole parameters, dealt out to the ranks: it must step each parameter by itself.
+    options stay. With ``zero=1`` it then holds this rank's pieces of them. One that isn't element-wise (Muon,
+    Adafactor, a class of one's own) holds whole parameters, dealt out to the ranks: it must step each by itself.
 
     Args:
         make: Called with the trained parameters, or an optimizer.

@@ -108,6 +108,11 @@ class Replica(nn.Module, Grouped, Joinable):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    @property
+    def joins(self) -> bool:
+        """Whether torch's ``Join`` is around the loop."""
+        raise NotImplementedError
+
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's ``Join([replica])`` around one's own loop; `nbtrain.loader` has ``uneven=True`` for a Trainer."""
         raise NotImplementedError
@@ -185,7 +190,7 @@ class DDPReplica(Replica):
     def bucket_bytes(self) -> list[int]:
         if vars(self)["_ddp"] is None:
             return []
-        told = self.reducer()._get_ddp_logging_data()
+        told = self.reducer()._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
         return [int(size) for size in str(sizes).split(",") if size.strip()]
 
@@ -210,7 +215,12 @@ class DDPReplica(Replica):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self._require_joinable()
-        return self.reducer().join_hook(**kwargs)
+        hook: JoinHook = self.reducer().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        return hook
+
+    @property
+    def joins(self) -> bool:
+        return vars(self)["_ddp"] is not None and bool(self._join_config.enable)
 
     @property
     def join_device(self) -> torch.device:

@@ -34,6 +34,7 @@ from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.snapshot import Snapshot
 from nbtrain.parallel.totals import Tally
+from nbtrain.parallel.uneven import StandIn, joined_backward
 from nbtrain.parallel.update import JOIN_CURE, ShardedUpdate
 
 
@@ -68,6 +69,7 @@ class Stepper:
     mirror: Mirror | None = None
     _settled: Settled | None = None
     _snapshot: Snapshot | None = None
+    _stand_in: StandIn = field(default_factory=StandIn)
 
     def __post_init__(self) -> None:
         live.track_steps(self)
@@ -83,7 +85,10 @@ class Stepper:
             )
         if torch.is_inference_mode_enabled():
             raise UsageError("a step needs gradients; call trainer.step outside torch.inference_mode()")
-        chunks = whole.chunks(accumulate)
+        if isinstance(self.model, Replica) and self.model.joins:
+            raise UsageError(JOIN_CURE)
+        chunks = whole.chunks(accumulate, uneven=self.layout.group is not None)
+        self._stand_in.remember(whole)
         if self.phase.stage is not Stage.STEPPED:
             self._drop()
         step = self.phase.num_steps + 1
@@ -110,15 +115,15 @@ class Stepper:
         """Begin to hold what the rank before needs, and let the next one hold the same of this rank. Collective."""
         if self.redundancy and self.layout.shards_update and self.layout.plan.dp_replicate == 1:
             raise NotImplementedError(
-                "redundancy=True with zero=1 comes with a later release; type zero=2,redundancy=True or, with twice the "
-                "ranks, zero=1,dp_replicate=2"
+                "redundancy=True with zero=1 comes with a later release; type zero=2,redundancy=True or, with twice "
+                "the ranks, zero=1,dp_replicate=2"
             )
         if self.redundancy and self.layout.shards and self.layout.plan.dp_replicate == 1:
             self.mirror = Mirror(self.model, self.optimizer, self.layout)
 
     def __getstate__(self) -> dict[str, Any]:
         # on its way to another rank, which mirrors another one and has begun no step
-        return {**vars(self), "mirror": None, "_snapshot": None}
+        return {**vars(self), "mirror": None, "_snapshot": None, "_stand_in": StandIn()}
 
     def require_whole(self) -> None:
         """Raises where a part of the model or its optimizer died with a rank.
@@ -178,6 +183,9 @@ class Stepper:
         tally = Tally(self._device)
         for index, chunk in enumerate(chunks):
             with self._reduction(last=index == len(chunks) - 1):
+                if chunk.num_samples == 0 and self.layout.group is not None:
+                    joined_backward(self.model, self.loss_fn, self._stand_in.of(chunk), self.layout.usage)
+                    continue
                 loss = compute_loss(self.model, self.loss_fn, chunk)
                 if self.layout.usage is not None:
                     self.layout.usage.watch()

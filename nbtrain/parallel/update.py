@@ -11,11 +11,12 @@ Weights and gradients are whole on each rank, optimizer state is not. It moves w
 costs 1/N. Without a Trainer (no optimizer was given to `take_over`) the gradients are gathered in the weights' stead:
 an own loop's optimizer steps on everything, as under DDP.
 
-An interrupt or a death between the optimizer's step and the end of the gather leaves every rank with its own new pieces
-and some old ones of others. So weights are `owed` from the step until they are gathered. The gather isn't interruptible;
-where it fails because a rank died, groups are formed again, the ranks agree on what is owed, a newcomer gets its pieces
-from a replica, and whatever needs the weights next gathers again, which sends nothing but pieces that are new. Pieces of
-a dead rank without a replica (``dp_replicate``) are lost: its optimizer state always, its weights where they were owed.
+An interrupt or a death between the optimizer's step and the end of the gather leaves every rank with its own new
+pieces and some old ones of others. So weights are `owed` from the step until they are gathered. The gather isn't
+interruptible; where it fails because a rank died, groups are formed again, the ranks agree on what is owed, a newcomer
+gets its pieces from a replica, and whatever needs the weights next gathers again, which sends nothing but pieces that
+are new. Pieces of a dead rank without a replica (``dp_replicate``) are lost: its optimizer state always, its weights
+where they were owed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ShardedUpdate(Replica):
         self._is_reducing = True
         self._attempt = 0  # of two backwards with an exception between them, no message of one is taken for the other's
         self._begun: list[Finish] = []
-        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
         self.usage = _PieceUsage(self._trained, self)
         self.arrange(whole=False)
 
@@ -148,7 +149,7 @@ class ShardedUpdate(Replica):
         if self._begun:
             self.unwrap()  # of an own loop, which goes on behind an exception
         if torch.is_grad_enabled():
-            if self._join_config.enable:
+            if self.joins:
                 Join.notify_join_context(self)
             for bucket in self._buckets:
                 bucket.adopt()
@@ -261,6 +262,10 @@ class ShardedUpdate(Replica):
             raise UsageError(JOIN_CURE)
         self._require_joinable()
         return _Joined(self)
+
+    @property
+    def joins(self) -> bool:
+        return bool(self._join_config.enable)
 
     @property
     def join_device(self) -> torch.device:

@@ -266,8 +266,8 @@ def test_without_replicas_a_death_costs_the_optimizer_state_and_not_the_weights(
     def check(namespace: dict[str, Any], report: dict[str, Any]) -> None:
         assert report["healed"] == ["model"]
         assert report["lost"] == {
-            "trainer": "its optimizer state was on no other rank (dp_replicate=2 keeps a copy); the model is whole: make "
-            "the trainer again on all ranks"
+            "trainer": "its optimizer state was on no other rank (dp_replicate=2 keeps a copy); the model is whole: "
+            "make the trainer again on all ranks"
         }
         trainer = nt.Trainer(namespace["model"], optimizer=adamw, loss_fn=F.mse_loss)
         trainer.step(*batch(2))
@@ -282,7 +282,7 @@ def test_without_replicas_a_death_before_the_weights_are_gathered_costs_them() -
     def check(namespace: dict[str, Any], report: dict[str, Any]) -> None:
         assert report["healed"] == []
         assert "its pieces of the step that was under way were on no other rank" in report["lost"]["model"]
-        with pytest.raises(SessionError, match="the trainer ended with rank 2|trainer is lost"):
+        with pytest.raises(SessionError, match=r"the trainer ended with rank 2|trainer is lost"):
             namespace["trainer"].step(*batch(2))
 
     after_death("zero=1", 3, trainer_of, check, "gathering")
