@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from nbtrain.errors import BatchError, UsageError
 
@@ -40,17 +40,23 @@ class Batch:
         """The same batch with its tensors on ``device``."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def chunks(self, count: int) -> list[Batch]:
+    def chunks(self, count: int, *, uneven: bool = False) -> list[Batch]:
         """``count`` parts along dim 0, whose sizes differ by one at most.
 
         Tensors whose dim 0 has another size, and what is no tensor, go to every part whole.
+
+        Args:
+            count: Number of parts.
+            uneven: Some may have no samples.
 
         Raises:
             BatchError: There are fewer samples than parts.
         """
         if count == 1:
             return [self]
-        if self.num_samples < count:
+        if self.num_samples == 0:
+            return [self] * count
+        if self.num_samples < count and not uneven:
             raise BatchError(
                 f"a rank's batch of {self.num_samples} cannot be divided into accumulate={count} chunks; "
                 f"use a batch of at least {count} a rank or type accumulate={self.num_samples}"
@@ -59,8 +65,21 @@ class Batch:
         columns = [self._split(leaf, count) for leaf in leaves]
         return [Batch.of(*tree_unflatten(row, tree)) for row in map(list, zip(*columns, strict=True))]
 
+    def first(self) -> Batch:
+        """Its first sample: copies."""
+        sample = self._map(lambda tensor: tensor[:1].clone() if self._is_cut(tensor) else tensor)
+        return Batch(sample.positional, sample.named, 1)
+
+    def zeros(self) -> Batch:
+        """One sample of zeros, where it has none."""
+        sample = self._map(lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]) if self._is_cut(tensor) else tensor)
+        return Batch(sample.positional, sample.named, 1)
+
+    def _is_cut(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == self.num_samples
+
     def _split(self, leaf: Any, count: int) -> list[Any]:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == self.num_samples:
+        if self._is_cut(leaf):
             return list(leaf.tensor_split(count))
         return [leaf] * count
 
@@ -69,6 +88,17 @@ class Batch:
         changed = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         positional, named = tree_unflatten(changed, tree)
         return Batch(positional, named, self.num_samples)
+
+
+def emptied(item: Any) -> Any:
+    """A loader's item with 0 samples of the same kind: dim 0 of its tensors is cut."""
+    plain = dict(item) if isinstance(item, Mapping) else item
+    num_samples = _num_samples(plain)
+
+    def cut(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf[:0].clone() if leaf.ndim and leaf.shape[0] == num_samples else leaf
+
+    return tree_map_only(torch.Tensor, cut, plain)
 
 
 def _num_samples(batch: Any) -> int:

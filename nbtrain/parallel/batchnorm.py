@@ -39,14 +39,30 @@ class _AllReduce(torch.autograd.Function):
         return total, None
 
 
+class Silent(torch.autograd.Function):
+    """Identity, whose gradient is zeros, also where the output's is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gradient)
+
+
 class GlobalBatchNorm(_BatchNorm, Grouped):
     """Batch normalisation by the statistics of all ranks' batches.
 
     Input and output: (B, C) or (B, C, ...), any floating dtype; statistics are fp32. B may differ between ranks and
     be 0 on some; every rank must run the layer. In eval mode it is ``nn.BatchNorm``.
+
+    Attributes:
+        counts: Whether this rank's batch counts; else it is normalised by the others' and changes nothing.
     """
 
     group: dist.ProcessGroup
+    counts: bool = True
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -55,9 +71,11 @@ class GlobalBatchNorm(_BatchNorm, Grouped):
         values = input.float()
         if not self.training and self.running_mean is not None:
             return self._by_running_statistics(values).to(input.dtype)
-        count, mean, variance = self._statistics(values)
+        count, mean, variance = self._statistics(values if self.counts else values[:0])
         if self.training and self.track_running_stats:
             self._track(count, mean.detach(), variance.detach())
+        if not self.counts:
+            mean, variance = Silent.apply(mean), Silent.apply(variance)  # type: ignore[no-untyped-call]
         normal = (values - _as_channels(mean, values)) * _as_channels((variance + self.eps).rsqrt(), values)
         if self.affine:
             normal = normal * _as_channels(self.weight.float(), values) + _as_channels(self.bias.float(), values)
@@ -88,14 +106,18 @@ class GlobalBatchNorm(_BatchNorm, Grouped):
         local_count = values.new_full((1,), values.numel() // max(values.shape[1], 1))
         totals = _sum_over(self.group, torch.cat([values.sum(dims), local_count]))
         count = totals[-1].detach()
-        mean = totals[:-1] / count
+        divisor = count.clamp_min(1)  # no rank may have a sample in this chunk
+        mean = totals[:-1] / divisor
         squares = (values - _as_channels(mean, values)).square().sum(dims)
-        return count, mean, _sum_over(self.group, squares) / count
+        return count, mean, _sum_over(self.group, squares) / divisor
 
     def _track(self, count: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]  # a buffer, when statistics are kept
-        momentum = self.momentum
-        weight = 1.0 / self.num_batches_tracked.float() if momentum is None else momentum  # type: ignore[union-attr]
+        some = count > 0
+        self.num_batches_tracked.add_(some)  # type: ignore[union-attr]  # a buffer, when statistics are kept
+        weight: Any = self.momentum
+        if weight is None:
+            weight = 1.0 / self.num_batches_tracked.float().clamp_min(1)  # type: ignore[union-attr]
+        weight = weight * some.to(mean.dtype)
         unbiased = variance * (count / (count - 1).clamp_min(1))
         self.running_mean.lerp_(mean, weight)  # type: ignore[union-attr]
         self.running_var.lerp_(unbiased, weight)  # type: ignore[union-attr]

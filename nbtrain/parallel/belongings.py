@@ -17,6 +17,7 @@ from nbtrain.parallel.parcel import Address
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.parallel.trainer import Trainer
+from nbtrain.parallel.update import ShardedUpdate
 
 ModelKey = tuple[str, int | str]
 TRAINER_PARTS = ("trainer", "optimizer", "scheduler")
@@ -128,6 +129,9 @@ def _of_model(model: Model) -> Iterator[tuple[Address, Any]]:
         yield ("parameter", name), parameter
     for name, buffer in model.module.named_buffers():
         yield ("buffer", name), buffer
+    if isinstance(model.layout.result, ShardedUpdate):
+        for name, piece in model.layout.result.named_pieces():
+            yield ("piece", name), piece
 
 
 def _of_trainer(trainer: Trainer) -> Iterator[tuple[str, Any]]:

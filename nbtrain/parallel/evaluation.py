@@ -17,6 +17,7 @@ from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.peers import require_same_batch
 from nbtrain.parallel.totals import Tally
+from nbtrain.parallel.uneven import StandIn, joined_forward
 
 
 def evaluate(
@@ -31,11 +32,17 @@ def evaluate(
         _require_same_length(len(batches), layout.everyone, device)
     tally = Tally(device)
     with _eval_mode(model), torch.no_grad():
+        stand_in = StandIn()
         for item in batches:
             batch = batch_of(item)
             if layout.peers is not None:
                 require_same_batch(batch, layout.peers, device)
-            tally.add(compute_loss(model, loss_fn, batch.to(device)))
+            batch = batch.to(device)
+            stand_in.remember(batch)
+            if batch.num_samples == 0 and layout.group is not None:
+                joined_forward(model, loss_fn, stand_in.of(batch))
+            else:
+                tally.add(compute_loss(model, loss_fn, batch))
     if layout.shards:
         shard.reshard(model)
     totals = tally.reduce(layout.everyone, copies=layout.plan.tp)

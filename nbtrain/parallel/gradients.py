@@ -40,10 +40,10 @@ def drop(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient has a NaN or an infinity on this rank."""
+def not_finite(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    """Names of those whose gradient has a NaN or an infinity on this rank."""
     return [
         name
-        for name, parameter in model.named_parameters()
+        for name, parameter in named
         if not all(bool(torch.isfinite(gradient).all()) for gradient in local_gradients([parameter]))
     ]

@@ -26,12 +26,15 @@ from nbtrain.parallel.parcel import definitions
 from nbtrain.parallel.plain import Lost, agreed, plain_values
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.parallel.transfer import broadcast, gather, receive, send
+from nbtrain.parallel.update import ShardedUpdate
 
 _SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
 _DEFINED = (types.ModuleType, types.FunctionType, type)
 _AGAIN = "make the model and the trainer again on all ranks, and load what you saved of state_dict()"
 _TRAINER_AGAIN = "the model is whole: make the trainer again on all ranks"
 _ORDER: list[type] = [ModelHeir, TrainerHeir, LoaderHeir]  # what comes later may link to what was before
+_STATE_GONE = "its optimizer state was on no other rank (dp_replicate=2 keeps a copy)"
+_PIECES_GONE = "its pieces of the step that was under way were on no other rank (dp_replicate=2 keeps a copy)"
 _GONE = "its shards were on no other rank (Trainer(..., redundancy=True) keeps a copy)"
 
 
@@ -142,13 +145,18 @@ class _Healing:
         key = self._model_key(heir)
         if isinstance(heir, TrainerHeir) and (reason := self._lost.get(ModelHeir(key))):
             return reason
-        plan = self._here.belongings.models[key].layout.plan
+        layout = self._here.belongings.models[key].layout
+        update = layout.result if isinstance(layout.result, ShardedUpdate) else None
+        pieces = update is not None and (isinstance(heir, TrainerHeir) or update.owed)
         routes: dict[int, tuple[int, bool]] = {}
         for newcomer in self._newcomers:
-            alike = [rank for rank in mesh.replicas(plan, newcomer) if rank not in self._newcomers]
+            replicas = mesh.replicas(layout.plan, newcomer, optimizer=pieces)
+            alike = [rank for rank in replicas if rank not in self._newcomers]
             holder = self._holder(key, newcomer)
             if alike:
                 routes[newcomer] = (alike[0], False)
+            elif pieces:
+                return _STATE_GONE if isinstance(heir, TrainerHeir) else _PIECES_GONE
             elif holder is None:
                 return _GONE
             elif holder in self._newcomers:

@@ -22,11 +22,13 @@ from nbtrain.parallel import live, mesh, optimizer_state
 from nbtrain.parallel.belongings import Belongings, Model, ModelKey, tensors_of
 from nbtrain.parallel.blueprint import attributes, materialise, set_attributes
 from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.loader import UnevenLoader
 from nbtrain.parallel.local import local
 from nbtrain.parallel.parallelize import lay_out_again
 from nbtrain.parallel.parcel import Packer, Unpacker
 from nbtrain.parallel.snapshot import set_random_state
 from nbtrain.parallel.trainer import Trainer
+from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.plan.footprint import format_bytes
 
 SENT_BYTES = 256 * 2**20
@@ -127,8 +129,9 @@ class ModelHeir(Heir):
         trained = {name: parameter.requires_grad for name, parameter in model.module.named_parameters()}
         now = attributes(model.module), trained
         layout = model.layout
-        how = layout.plan, layout.order, layout.tensor, layout.compile
-        return here.pack((blueprint, how, now))
+        update = layout.result.standing() if isinstance(layout.result, ShardedUpdate) else None
+        how = {name: getattr(layout, name) for name in ("order", "tensor", "compile", "ddp")}
+        return here.pack((blueprint, layout.plan, how, now, update))
 
     def numbers(self, here: Here, mirrored: bool) -> Any:
         own = weights(here.belongings.models[self.key].module)
@@ -139,11 +142,12 @@ class ModelHeir(Heir):
         return {**own, "parameters": mirror.parameters()}
 
     def build(self, here: Here, structure: bytes) -> None:
-        blueprint, (plan, order, tensor, compile), (values, trained) = here.unpack(structure)
-        standing = mesh.standing_mesh(plan)
-        layout = Layout(plan, standing, blueprint=blueprint, order=order, tensor=tensor, compile=compile)
+        blueprint, plan, how, (values, trained), update = here.unpack(structure)
+        layout = Layout(plan, mesh.standing_mesh(plan), blueprint=blueprint, **how)
         module = materialise(copy.deepcopy(blueprint.module), mesh.device_of(layout.mesh))
         lay_out_again(module, layout)
+        if isinstance(layout.result, ShardedUpdate):
+            layout.result.stand(update)
         set_attributes(module, values)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trained[name])
@@ -198,7 +202,10 @@ class LoaderHeir(Heir):
     name: str
 
     def structure(self, here: Here) -> bytes:
-        return here.pack(here.belongings.loaders[self.name], SENT_BYTES)
+        loader = here.belongings.loaders[self.name]
+        if isinstance(loader, UnevenLoader):
+            raise UsageError("each rank has a dataset of its own; make the loader again on all ranks")
+        return here.pack(loader, SENT_BYTES)
 
     def numbers(self, here: Here, mirrored: bool) -> Any:
         return None

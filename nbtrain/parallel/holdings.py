@@ -12,6 +12,7 @@ from nbtrain.parallel.layout import Layout, layout_of
 from nbtrain.parallel.local import local
 from nbtrain.parallel.mesh import rank
 from nbtrain.parallel.state import whole_shape
+from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.plan.footprint import format_bytes
 from nbtrain.telemetry.memory import model_bytes
 
@@ -36,7 +37,7 @@ def holdings(model: nn.Module | Trainer, optimizer: Optimizer | None = None) -> 
         return holdings(model.model, model.optimizer)
     layout = layout_of(model)
     parameters = dict(model.named_parameters())
-    held = model_bytes(model, optimizer)
+    held = measured(model, optimizer)
     return {
         "rank": rank(),
         "plan": None if layout is None else str(layout.plan),
@@ -50,6 +51,14 @@ def holdings(model: nn.Module | Trainer, optimizer: Optimizer | None = None) -> 
 
 def _num_whole(name: str, parameter: nn.Parameter, layout: Layout | None) -> int:
     return parameter.numel() if layout is None else math.prod(whole_shape(name, parameter, layout))
+
+
+def measured(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
+    """`model_bytes`, and the buffers in which ``zero=1`` keeps gradients."""
+    held = model_bytes(model, optimizer)
+    if isinstance(model, ShardedUpdate):
+        held["gradients"] = model.gradient_bytes
+    return held
 
 
 def holdings_text(held: dict[str, Any]) -> str:

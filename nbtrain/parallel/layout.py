@@ -18,6 +18,7 @@ from nbtrain.parallel.live import Grouped
 from nbtrain.parallel.mesh import data_mesh
 from nbtrain.parallel.tensor.cuts import Cut, TensorPlan
 from nbtrain.parallel.tensor.peers import TensorGrouped
+from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.parallel.usage import Usage
 from nbtrain.plan import Plan
 
@@ -40,6 +41,7 @@ class Layout:
         usage: Marks of the parameters that backward reached, where FSDP shards.
         result: What `parallelize` returned, where that isn't the model itself.
         blueprint: The model's structure before it was laid out; None on one device.
+        ddp: Options of DDP's reducer.
         order: Of the units in forward, as ranks agreed on it, by training mode; where FSDP shards.
         tensor: Which part of each layer a tensor-parallel rank holds; None without tp.
         loop: What makes training loops of one's own right with tp; None without.
@@ -53,6 +55,7 @@ class Layout:
     usage: Usage | None = None
     result: nn.Module | None = None
     blueprint: Blueprint | None = None
+    ddp: Mapping[str, bool] = field(default_factory=dict)
     order: dict[bool, list[str]] = field(default_factory=dict)
     tensor: TensorPlan | None = None
     loop: OwnLoop | None = None
@@ -69,11 +72,24 @@ class Layout:
         return self.plan.shards_parameters and self.plan.dp_shard > 1
 
     @property
+    def shards_update(self) -> bool:
+        """Whether replicas share the optimizer's step: ``zero=1``."""
+        return self.plan.zero == 1 and self.plan.dp_shard > 1
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same part of a reduced gradient."""
+        return self.plan.dp_replicate if self.shards or self.shards_update else self.dp
+
+    @property
     def kind(self) -> str:
-        """In a word."""
+        """In a few words."""
         if self.everyone is None:
             return "one device"
-        kinds = ["sharded" if self.shards else "replicated"] * (self.dp > 1) + ["cut"] * (self.plan.tp > 1)
+        data = "sharded" if self.shards else "replicated"
+        if self.shards_update:
+            data += ", optimizer state sharded"
+        kinds = [data] * (self.dp > 1) + ["cut"] * (self.plan.tp > 1)
         return " and ".join(kinds)
 
     @functools.cached_property
@@ -103,7 +119,8 @@ class Layout:
 
     def names(self, model: nn.Module) -> dict[int, str]:
         """The name of each tensor that an optimizer of ``model`` may hold, by id."""
-        return {id(parameter): name for name, parameter in model.named_parameters()}
+        held = self.result.named_pieces() if isinstance(self.result, ShardedUpdate) else model.named_parameters()
+        return {id(parameter): name for name, parameter in held}
 
     def rebind(self) -> None:
         """Process groups were formed again: take the new ones, here and in the models."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from nbtrain.errors import BatchError, UsageError, nearest
+from nbtrain.parallel.batch import emptied
 from nbtrain.parallel.mesh import data_coordinate, rank, world_size
 from nbtrain.parallel.sampler import Order, share
+from nbtrain.parallel.transfer import broadcast, gather
 from nbtrain.plan import Plan
 
 _OURS = ("sampler", "batch_sampler", "generator")
@@ -79,9 +82,85 @@ class Loader:
             for number, indices in enumerate(self._order.batches(self.epoch))
             if number >= self._done
         ]
+        yield from self._read(shares)
+
+    def _read(self, batches: list[list[int]]) -> DataLoader[Any]:
         # its own generator: workers' seeds must not draw from the global one
         generator = self._order.generator(self.epoch)
-        yield from DataLoader(self.dataset, batch_sampler=shares, generator=generator, **self._options)
+        return DataLoader(self.dataset, batch_sampler=batches, generator=generator, **self._options)
+
+
+class UnevenLoader(Loader):
+    """Of ranks that have datasets of their own, of any length. Ranks iterate together."""
+
+    def __init__(self, dataset: Dataset[Any], order: Order, plan: Plan, options: dict[str, Any]) -> None:
+        super().__init__(dataset, order, plan, options)
+        self._meet()
+
+    @property
+    def batch_size(self) -> int:
+        return self._order.batch_size * self._plan.dp
+
+    def __len__(self) -> int:
+        """Batches an epoch: of the rank that has most."""
+        return self._num_batches
+
+    def _meet(self) -> None:
+        """Tells the others how many batches this rank has. Collective."""
+        num_samples = len(self.dataset)  # type: ignore[arg-type]  # it has a length
+        self._order = self._order.of_samples(num_samples)
+        part = data_coordinate(self._plan, rank())
+        own = _Standing(part, num_samples, len(self._order), self.epoch, self._done)
+        everyone: list[_Standing] = gather(own) if dist.is_initialized() else [own]
+        _check_standings(everyone)
+        self._num_batches = max(standing.batches for standing in everyone)
+        if any(standing.samples == 0 for standing in everyone):
+            source = next(rank for rank, standing in enumerate(everyone) if standing.samples)
+            kind = self._emptied_sample() if rank() == source else None
+            self._empty = broadcast(kind, source) if dist.is_initialized() else kind
+
+    def _remaining(self) -> Iterator[Any]:
+        self._meet()
+        first = min(self._done, len(self))  # `_done` counts on while batches are taken
+        own = [indices for number, indices in enumerate(self._order.batches(self.epoch)) if number >= first]
+        yield from self._read(own) if own else ()
+        if missing := len(self) - first - len(own):
+            yield from [self._emptied_sample()] * missing
+
+    def _emptied_sample(self) -> Any:
+        if len(self.dataset) == 0:  # type: ignore[arg-type]
+            return self._empty
+        collate = self._options.get("collate_fn") or default_collate
+        return emptied(collate([self.dataset[0]]))
+
+
+class _Standing(NamedTuple):
+    """Of one rank's dataset."""
+
+    part: int
+    samples: int
+    batches: int
+    epoch: int
+    done: int
+
+
+def _check_standings(everyone: list[_Standing]) -> None:
+    """Raises `BatchError` on all ranks alike."""
+    if not any(standing.batches for standing in everyone):
+        raise BatchError("no rank has a batch: all datasets are empty, or smaller than a batch with drop_last=True")
+    seen: dict[int, tuple[int, int]] = {}
+    for number, standing in enumerate(everyone):
+        first, samples = seen.setdefault(standing.part, (number, standing.samples))
+        if standing.samples != samples:
+            raise BatchError(
+                f"ranks {first} and {number} take the same share of a batch and have {samples} and {standing.samples} "
+                "samples; give peers along tp and pp the same dataset"
+            )
+        if standing[3:] != everyone[0][3:]:
+            raise BatchError(
+                f"rank 0 is at epoch {everyone[0].epoch}, batch {everyone[0].done} and rank {number} at epoch "
+                f"{standing.epoch}, batch {standing.done}; load the same position on all ranks"
+            )
 
 
 def loader(
@@ -91,8 +170,9 @@ def loader(
     batch_size: int,
     shuffle: bool = True,
     seed: int = 0,
-    drop_last: bool = True,
+    drop_last: bool | None = None,
     num_workers: int = 0,
+    uneven: bool = False,
     **options: Any,
 ) -> Loader:
     """Batches of ``dataset`` for this rank.
@@ -106,13 +186,17 @@ def loader(
         batch_size: Global, in samples; the number of data-parallel ranks divides it.
         shuffle: A new order each epoch.
         seed: Of the order.
-        drop_last: Leave a smaller last batch out. Else it is divided as evenly as it goes: ranks' parts then
-            differ by one sample, and `Trainer` weights them.
+        drop_last: Leave a smaller last batch out; None does, unless ``uneven``. Else it is divided as evenly as it
+            goes: ranks' parts then differ by one sample, and `Trainer` weights them.
         num_workers: Processes that read samples.
+        uneven: ``dataset`` is this rank's own, of any length (peers along pp and tp: the same). An epoch ends when the
+            longest is read; a rank that has run out gets batches of 0 samples, with which `Trainer` joins the others'
+            steps and adds nothing: the numbers are those of all ranks' samples together. Collective.
         **options: Of ``torch.utils.data.DataLoader``, e.g. ``collate_fn``.
 
     Raises:
-        BatchError: A batch cannot be divided among the ranks; it names sizes that can.
+        BatchError: A batch cannot be divided among the ranks; it names sizes that can. With ``uneven``: no rank has a
+            sample, or peers have different datasets.
         UsageError: The dataset has no length.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -121,10 +205,14 @@ def loader(
             "read it into a list first: nt.loader(list(dataset), ...)"
         )
     plan = plan.resolve(world_size())
-    order = Order(len(dataset), batch_size, shuffle, seed, drop_last)
-    _check(order, plan.dp)
+    order = Order(len(dataset), batch_size, shuffle, seed, not uneven if drop_last is None else drop_last)
+    _check_size(order, plan.dp)
     _check_options(options)
-    return Loader(dataset, order, plan, {"num_workers": num_workers, **options})
+    options = {"num_workers": num_workers, **options}
+    if uneven:
+        return UnevenLoader(dataset, order.of_part(plan.dp), plan, options)
+    _check_length(order, plan.dp)
+    return Loader(dataset, order, plan, options)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -138,12 +226,16 @@ def _check_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def _check(order: Order, dp: int) -> None:
+def _check_size(order: Order, dp: int) -> None:
     size = order.batch_size
     if not isinstance(size, int) or size < 1 or size % dp:
         raise BatchError(
             f"batch_size={size} cannot be divided among {dp} data-parallel ranks; choose {_neighbours(size, dp)}"
         )
+
+
+def _check_length(order: Order, dp: int) -> None:
+    size = order.batch_size
     if len(order) == 0:
         raise BatchError(
             f"the dataset has {order.num_samples} samples, less than one batch_size={size}; "

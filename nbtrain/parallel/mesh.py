@@ -191,16 +191,17 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
 
 
-def replicas(plan: Plan, of_rank: int) -> list[int]:
+def replicas(plan: Plan, of_rank: int, *, optimizer: bool = False) -> list[int]:
     """The ranks that hold what ``of_rank`` holds of a model, itself among them.
 
     Args:
         plan: Resolved.
         of_rank: In ``range(plan.world_size)``.
+        optimizer: What it holds of the optimizer's state, too.
     """
     ranks = torch.arange(math.prod(plan.degrees.values())).view(tuple(plan.degrees.values()))
     pp, _, shard, tp = (int(index) for index in (ranks == of_rank).nonzero()[0])
-    alike = ranks[pp, :, shard, tp] if plan.shards_parameters else ranks[pp, :, :, tp].flatten()
+    alike = ranks[pp, :, shard, tp] if plan.zero >= (1 if optimizer else 2) else ranks[pp, :, :, tp].flatten()
     return [int(rank) for rank in alike]
 
 

@@ -17,29 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.errors import OptimizerError, SessionError
 from nbtrain.parallel import mesh, optimizer_state
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.local import local
+from nbtrain.parallel.optimizer import ELEMENTWISE
 from nbtrain.parallel.snapshot import random_state
 from nbtrain.parallel.transfer import pass_along, swap
-
-ELEMENTWISE = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.RMSprop,
-    optim.ASGD,
-)
-"""Optimizers that treat each element, and so each parameter and shard, by itself."""
 
 
 class Mirror:

@@ -10,13 +10,28 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from nbtrain.errors import OptimizerError
 from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.update import ShardedUpdate
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.ASGD,
+)
+"""Those that do with a piece of a parameter what they do with the whole. A subclass may compute something else."""
 
 _CURE = "pass optimizer=lambda params: torch.optim.AdamW(params, ...), which is called after sharding"
 
@@ -25,7 +40,8 @@ def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: La
     """The optimizer of ``model``'s parameters.
 
     One that was built before sharding is re-pointed to the parameters that took the place of its own; its groups and
-    options stay.
+    options stay. With ``zero=1`` it then holds this rank's pieces of them. One that isn't element-wise (Muon,
+    Adafactor, a class of one's own) holds whole parameters, dealt out to the ranks: it must step each by itself.
 
     Args:
         make: Called with the trained parameters, or an optimizer.
@@ -43,6 +59,8 @@ def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: La
             "LBFGS evaluates the loss several times a step, which a Trainer does not; choose e.g. AdamW"
         )
     _repoint(optimizer, model, layout)
+    if isinstance(model, ShardedUpdate):
+        model.take_over(optimizer, whole=type(optimizer) not in ELEMENTWISE)
     return optimizer
 
 
@@ -73,6 +91,8 @@ def _successors(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
     """What trains in the place of each tensor that is, or was, a parameter of the model."""
     current = dict(model.named_parameters())
     successors = {id(parameter): parameter for parameter in current.values()}
+    if isinstance(model, ShardedUpdate):  # an optimizer of an earlier trainer
+        successors |= {id(piece): piece for _, piece in model.named_pieces()}
     for name, reference in layout.originals.items():
         original: Any = reference()
         if original is not None:

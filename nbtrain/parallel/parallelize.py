@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from nbtrain.errors import ModelError, PlanError
+from nbtrain.errors import ModelError, PlanError, UsageError
 from nbtrain.parallel import batchnorm, live, own_loop, preflight
 from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.blueprint import blueprint_of
@@ -23,10 +25,11 @@ from nbtrain.parallel.offload import check_offload, offload_activations
 from nbtrain.parallel.order import UnitOrder
 from nbtrain.parallel.precision import compute_in
 from nbtrain.parallel.recompute import recompute
-from nbtrain.parallel.replicate import Replica
+from nbtrain.parallel.replicate import DDPReplica, Replica, check_ddp_options
 from nbtrain.parallel.shard import shard
 from nbtrain.parallel.state import part_of
 from nbtrain.parallel.tensor.apply import lay_out
+from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.parallel.usage import ShardUsage
 from nbtrain.plan import Plan
 
@@ -38,15 +41,17 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     probe: Any = None,
     compile: bool | str = False,
+    ddp: Mapping[str, bool] | None = None,
 ) -> nn.Module:
     """Replicates, shards or cuts ``model`` over the ranks. Collective; on one device it is the model itself.
 
     Weights and buffers are those of rank 0. With ``zero=0`` the result is a DDP replica of the model, which has the
-    model's attributes and names; with ``zero`` 2 and 3 it is the model itself, sharded by FSDP2: each repeated block
-    is a unit. Batch normalisation takes its statistics over all ranks. bf16 and fp16 keep fp32 weights; an fp16 loss
-    must be scaled, as `Trainer` does and ``torch.amp.GradScaler`` in one's own loop. With ``tp`` above 1 each layer is
-    cut (Megatron-LM, arXiv 1909.08053): which, and how, is found in a forward on a tiny batch, printed, and proved
-    layer by layer before anything is changed; parameters of cut layers are this rank's part, plain tensors.
+    model's attributes and names, with ``zero=1`` too, where a Trainer's optimizer steps on this rank's part only; with
+    ``zero`` 2 and 3 it is the model itself, sharded by FSDP2: each repeated block is a unit. Batch normalisation takes
+    its statistics over all ranks. bf16 and fp16 keep fp32 weights; an fp16 loss must be scaled, as `Trainer` does and
+    ``torch.amp.GradScaler`` in one's own loop. With ``tp`` above 1 each layer is cut (Megatron-LM, arXiv 1909.08053):
+    which, and how, is found in a forward on a tiny batch, printed, and proved layer by layer before anything is
+    changed; parameters of cut layers are this rank's part, plain tensors.
     A second call with the same plan gives the first one's result.
 
     Args:
@@ -58,10 +63,13 @@ def parallelize(
             up some. They are run once, without training on them.
         compile: Whether ``torch.compile`` compiles each repeated block (the model, where it has none); a name takes
             that backend. Masks of dropout then come from the compiler's own generator.
+        ddp: With ``zero=0``, options of torch's DDP: ``static_graph``, ``find_unused_parameters`` (both False: unused
+            parameters are found anyway, at less cost) and ``gradient_as_bucket_view`` (True).
 
     Raises:
         PlanError: The degrees do not fit the ranks, or the model is already laid out in another way.
         ModelError: The model cannot be laid out; all findings with their cures.
+        UsageError: ``ddp`` has an unknown option, or the plan does not use DDP.
         NotImplementedError: The plan needs a later release.
         UsageError: ``compile`` is no backend, or torch cannot compile here.
     """
@@ -78,10 +86,12 @@ def parallelize(
     plan.require_supported()
     check_backend(compile)
     plan = plan.resolve(meshes.world_size() if mesh is None else mesh.size())
+    options = _ddp_options(ddp, plan)
     if (layout := layout_of(model)) is not None:
-        return _again(layout, plan, model, compile)
+        return _again(layout, plan, model, compile, options)
     preflight.check_model(model, plan)
-    layout = Layout(plan, meshes.build_mesh(plan) if mesh is None else mesh, compile=compile)
+    mesh = meshes.build_mesh(plan) if mesh is None else mesh
+    layout = Layout(plan, mesh, compile=compile, ddp=options or {})
     layout.originals = weak(model.named_parameters())
     deferred = Deferred(model)
     materialise_buffers(model, deferred, _device(layout))  # of which the blueprint keeps some
@@ -104,11 +114,23 @@ def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
     return result
 
 
-def _again(layout: Layout, plan: Plan, model: nn.Module, compile: bool | str) -> nn.Module:
+def _ddp_options(ddp: Mapping[str, bool] | None, plan: Plan) -> Mapping[str, bool] | None:
+    if ddp is None:
+        return None
+    if plan.zero in (1, 2, 3) and plan.dp_shard > 1:
+        raise UsageError(f"zero={plan.zero} does not use DDP, which ddp={ddp!r} is for; type zero=0 or leave it away")
+    return check_ddp_options(ddp)
+
+
+def _again(
+    layout: Layout, plan: Plan, model: nn.Module, compile: bool | str, ddp: Mapping[str, bool] | None
+) -> nn.Module:
     if compile and layout.compile != compile:
         raise PlanError(f"the model is laid out with compile={layout.compile!r}; build it again for {compile!r}")
-    if layout.plan == plan:
+    if layout.plan == plan and ddp in (None, layout.ddp):
         return layout.result if layout.result is not None else model
+    if layout.plan == plan:
+        raise PlanError(f"the model is laid out with ddp={dict(layout.ddp)!r}; build it again for ddp={ddp!r}")
     raise PlanError(f"the model is laid out by {layout.plan!r}; build it again for {plan!r}")
 
 
@@ -183,11 +205,17 @@ def _wrap(model: nn.Module, layout: Layout, deferred: Deferred | None) -> nn.Mod
         layout.usage = ShardUsage(model)
         UnitOrder(model, units, layout)
         return _known(model, layout)
-    replica = Replica(model, layout.group, layout.plan.bucket_mb)
+    replica = _replica(model, layout, layout.mesh, layout.group)
     layout.usage, layout.result = replica.usage, replica
     remember(replica, layout)
     _known(model, layout)
     return replica
+
+
+def _replica(model: nn.Module, layout: Layout, mesh: DeviceMesh, group: ProcessGroup) -> Replica:
+    if layout.shards_update:
+        return ShardedUpdate(model, mesh, layout.plan.bucket_mb)
+    return DDPReplica(model, group, layout.plan.bucket_mb, layout.ddp)
 
 
 def _known(model: nn.Module, layout: Layout) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,13 @@ class Order:
         """Global batches an epoch."""
         whole, rest = divmod(self.num_samples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
+
+    def of_part(self, num_parts: int) -> Order:
+        """With the batch that each of ``num_parts`` ranks takes from a dataset of its own."""
+        return replace(self, batch_size=self.batch_size // num_parts)
+
+    def of_samples(self, num_samples: int) -> Order:
+        return replace(self, num_samples=num_samples)
 
     def batches(self, epoch: int) -> Iterator[list[int]]:
         """The indices of each global batch of an epoch."""

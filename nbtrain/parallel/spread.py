@@ -31,11 +31,10 @@ class Spread:
             from nbtrain.parallel.tensor.sequence import sequence_partial  # needed for tp alone
 
             partial = {*layout.tensor.partial, *sequence_partial(model, layout.tensor)}
-        over_data = plan.dp_replicate if layout.shards or plan.zero == 1 else plan.dp
         self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
             whole = names.get(id(parameter)) not in cuts
-            self._by_copies[over_data * (plan.tp if whole else 1)].append(parameter)
+            self._by_copies[layout.copies * (plan.tp if whole else 1)].append(parameter)
         self._partial = [parameter for parameter in parameters if names.get(id(parameter)) in partial]
 
     def square_sum(self) -> torch.Tensor | float:

@@ -13,6 +13,7 @@ from nbtrain.errors import ModelError
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.tensor.parts import take_part
 from nbtrain.parallel.tensor.state import whole_of
+from nbtrain.parallel.update import ShardedUpdate
 
 
 def full_state_dict(model: nn.Module, layout: Layout) -> dict[str, Any]:
@@ -32,6 +33,8 @@ def full_state_dict(model: nn.Module, layout: Layout) -> dict[str, Any]:
 
 def full_gradients(model: nn.Module, layout: Layout) -> dict[str, torch.Tensor | None]:
     """Whole gradients on the CPU, under the names of `full_state_dict`; None where a parameter has none. Collective."""
+    if isinstance(layout.result, ShardedUpdate):
+        layout.result.gather_gradients()
     return {
         name: None if parameter.grad is None else whole(name, parameter.grad, layout)
         for name, parameter in model.named_parameters()

@@ -8,6 +8,7 @@
     reduce totals                       loss sum, weight, norm, used parameters: the one place where ranks wait
     scale, clip                         by divisor / weight
     optimizer, scheduler                not interruptible; skipped on all ranks where fp16 overflowed on one
+    gather weights                      with zero=1: see `nbtrain.parallel.update`; not interruptible
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from nbtrain.parallel.scaler import Scaling
 from nbtrain.parallel.snapshot import Snapshot
 from nbtrain.parallel.spread import Spread
 from nbtrain.parallel.totals import Tally
+from nbtrain.parallel.uneven import StandIn, joined_backward
+from nbtrain.parallel.update import JOIN_CURE, ShardedUpdate
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Stepper:
     mirror: Mirror | None = None
     _settled: Settled | None = None
     _snapshot: Snapshot | None = None
+    _stand_in: StandIn = field(default_factory=StandIn)
 
     def __post_init__(self) -> None:
         live.track_steps(self)
@@ -91,7 +95,10 @@ class Stepper:
             raise UsageError("a step needs gradients; call trainer.step outside torch.inference_mode()")
         if self.layout.loop is not None:
             self.layout.loop.taken_over = True
-        chunks = whole.chunks(accumulate)
+        if isinstance(self.model, Replica) and self.model.joins:
+            raise UsageError(JOIN_CURE)
+        chunks = whole.chunks(accumulate, uneven=self.layout.group is not None)
+        self._stand_in.remember(whole)
         if self.phase.stage is not Stage.STEPPED:
             self._drop()
         step = self.phase.num_steps + 1
@@ -109,6 +116,7 @@ class Stepper:
                 settled = self._attempt(chunks, step)
             with uninterrupted():
                 self._finish(settled)
+                self._gather()
         except BaseException as problem:
             self._recover(problem)
             raise
@@ -133,12 +141,17 @@ class Stepper:
 
     def mirror_again(self) -> None:
         """Begin to hold what the rank before needs, and let the next one hold the same of this rank. Collective."""
+        if self.redundancy and self.layout.shards_update and self.layout.plan.dp_replicate == 1:
+            raise NotImplementedError(
+                "redundancy=True with zero=1 comes with a later release; type zero=2,redundancy=True or, with twice "
+                "the ranks, zero=1,dp_replicate=2"
+            )
         if self.redundancy and self.layout.shards and self.layout.plan.dp_replicate == 1:
             self.mirror = Mirror(self.model, self.optimizer, self.layout)
 
     def __getstate__(self) -> dict[str, Any]:
         # on its way to another rank, which mirrors another one and has begun no step
-        return {**vars(self), "mirror": None, "_snapshot": None}
+        return {**vars(self), "mirror": None, "_snapshot": None, "_stand_in": StandIn()}
 
     def require_whole(self) -> None:
         """Raises where a part of the model or its optimizer died with a rank.
@@ -148,17 +161,20 @@ class Stepper:
         """
         if self.lost:
             raise SessionError(self.lost)
+        self._gather()  # what an interruption has left owed, on all ranks alike
 
-    def standing(self) -> tuple[Phase, Settled | None]:
-        """How far this rank is, and what the last finished step was settled by."""
-        return self.phase, self._settled
+    def standing(self) -> Standing:
+        """How far this rank is, what the last finished step was settled by, and whether its weights are owed."""
+        return self.phase, self._settled, isinstance(self.model, ShardedUpdate) and self.model.owed
 
-    def agree(self, standings: list[tuple[Phase, Settled | None]]) -> None:
+    def agree(self, standings: list[Standing]) -> None:
         """Ends the step that another rank has ended; drops the one that none has. See `nbtrain.parallel.live`.
 
         A rank that lacks a step of which it has no gradients loses the trainer.
         """
-        most, settled = max(standings, key=lambda standing: standing[0].num_steps)
+        most, settled, _ = max(standings, key=lambda standing: standing[0].num_steps)
+        if isinstance(self.model, ShardedUpdate):
+            self.model.owed = any(owed or phase.num_steps != most.num_steps for phase, _, owed in standings)
         if self.phase.num_steps == most.num_steps:
             self._drop()
         elif self.phase == Phase(Stage.READY, most.num_steps) and settled is not None:
@@ -177,6 +193,8 @@ class Stepper:
         gradients.scale(self.parameters, settled.factor)
         if not settled.skipped:
             self._step_optimizer()
+            if isinstance(self.model, ShardedUpdate):
+                self.model.owed = True
             if self.mirror is not None:
                 self.mirror.step(settled.factor)
         self.reference, self.grad_norm, self.scaling = settled.reference, settled.grad_norm, settled.scaling
@@ -191,11 +209,18 @@ class Stepper:
         else:
             self.optimizer.step()
 
+    def _gather(self) -> None:
+        if isinstance(self.model, ShardedUpdate):
+            self.model.gather()
+
     def _backward(self, chunks: Sequence[Batch]) -> Tally:
         """Leaves the gradients of the global sum over the divisor; the true weight is known only afterwards."""
         tally = Tally(self.device)
         for index, chunk in enumerate(chunks):
             with self._reduction(last=index == len(chunks) - 1):
+                if chunk.num_samples == 0 and self.layout.group is not None:
+                    joined_backward(self.model, self.loss_fn, self._stand_in.of(chunk), self.layout.usage)
+                    continue
                 loss = compute_loss(self.model, self.loss_fn, chunk)
                 if self.layout.usage is not None:
                     self.layout.usage.watch()
@@ -245,7 +270,9 @@ class Stepper:
     def _require_finite(self, norm: float) -> None:
         if math.isfinite(norm):
             return
-        names: list[str] = gradients.not_finite(self.model)
+        model = self.model
+        named = model.named_pieces() if isinstance(model, ShardedUpdate) else model.named_parameters()
+        names: list[str] = gradients.not_finite(named)
         if self.layout.everyone is not None:
             names = _union(names, self.layout.everyone)
         raise GradientError(
@@ -307,6 +334,9 @@ class Settled:
     marks: list[float]
     skipped: bool = False
     scaling: Scaling | None = None
+
+
+Standing = tuple[Phase, Settled | None, bool]
 
 
 def _union(names: list[str], group: dist.ProcessGroup) -> list[str]:

@@ -15,7 +15,7 @@ from nbtrain.parallel import shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.cell import require_all_ranks
 from nbtrain.parallel.evaluation import evaluate
-from nbtrain.parallel.holdings import holdings, holdings_text
+from nbtrain.parallel.holdings import holdings, holdings_text, measured
 from nbtrain.parallel.layout import Layout, layout_of
 from nbtrain.parallel.loader import Loader, loader
 from nbtrain.parallel.loss import LossFn
@@ -26,7 +26,6 @@ from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.state import full_state_dict, load_full_state_dict
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.plan import Plan
-from nbtrain.telemetry.memory import model_bytes
 
 EXAMPLE = (
     "type nt.Trainer(model, nt.Plan(zero=3), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), "
@@ -56,6 +55,7 @@ class Trainer:
             gradient shard a step. It needs an element-wise optimizer of torch.optim.
         probe: With ``tp``: a tiny batch of the model's inputs, where `parallelize` cannot make one up.
         compile: As of `parallelize`: True compiles each repeated block.
+        ddp: As of `parallelize`.
 
     Attributes:
         model: The laid-out model.
@@ -81,6 +81,7 @@ class Trainer:
         redundancy: bool = False,
         probe: Any = None,
         compile: bool | str = False,
+        ddp: Mapping[str, bool] | None = None,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
@@ -88,7 +89,7 @@ class Trainer:
             raise UsageError(f"Trainer needs an optimizer; {EXAMPLE}")
         _check_arguments(loss_fn, grad_clip, accumulate)
         require_all_ranks("Trainer")
-        self.model = parallelize(model, plan, probe=probe, compile=compile)
+        self.model = parallelize(model, plan, probe=probe, compile=compile, ddp=ddp)
         layout = _layout(self.model)
         self.plan = layout.plan
         if layout.shards:
@@ -115,6 +116,7 @@ class Trainer:
         forward; of ``step(**batch)`` the loss function gets the keywords that its parameters name, the model the
         others. Without, everything goes to the model. With ``accumulate=k`` the batch is cut into k chunks along
         dim 0; the gradients are those of the whole batch. They stay until the next step, to be looked at.
+        With ``zero=1`` a rank keeps its pieces of them, and ``trainer.model.gather_gradients()`` makes them whole.
 
         With ``precision=fp16`` the loss is scaled before backward. A step whose gradients are not finite on some rank
         counts as done but is skipped by all: neither optimizer nor scheduler steps, and the scale halves.
@@ -158,7 +160,7 @@ class Trainer:
         Collective.
         """
         require_all_ranks("Trainer.state_dict")
-        if self._stepper.layout.shards:
+        if self._stepper.layout.shards or self._stepper.layout.shards_update:
             self._stepper.require_whole()
         return full_state_dict(self.model, self._stepper.layout)
 
@@ -179,7 +181,7 @@ class Trainer:
     def memory(self) -> dict[str, int]:
         """Measured bytes on this rank: ``{"parameters", "gradients", "optimizer", "buffers"}``."""
         self._let_go()
-        return model_bytes(self.model, self.optimizer)
+        return measured(self.model, self.optimizer)
 
     def describe(self) -> str:
         """The plan in words, and a table of what this rank holds, as measured."""
@@ -235,7 +237,7 @@ def _layout(model: nn.Module) -> Layout:
 
 
 def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    known = ("optimizer", "loss_fn", "scheduler", "grad_clip", "accumulate", "redundancy", "probe", "compile")
+    known = ("optimizer", "loss_fn", "scheduler", "grad_clip", "accumulate", "redundancy", "probe", "compile", "ddp")
     for name in arguments:
         other = _OTHERWISE.get(name)
         hint = f"type {other}=" if other else nearest(name, known)

@@ -8,6 +8,7 @@ rank marks what its own backward reached; where no rank did, the zeros are taken
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,16 @@ class Usage:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = parameters
         self._marks = [0.0] * len(parameters)
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What backward reaches inside is not marked."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def watch(self) -> None:
         """Call after each forward, before its backward."""
@@ -42,7 +53,8 @@ class Usage:
 
     def mark(self, index: int) -> None:
         """Parameter ``index`` got a gradient."""
-        self._marks[index] = 1.0
+        if not self._is_paused:
+            self._marks[index] = 1.0
 
 
 class ShardUsage(Usage):
@@ -66,6 +78,12 @@ class ShardUsage(Usage):
 
     def _marker(self, index: int) -> Callable[[torch.Tensor], None]:
         return lambda parameter: self.mark(index)
+
+
+def leaves(model: nn.Module) -> list[torch.Tensor]:
+    """What trains, as backward meets it: behind a forward, FSDP's gathered parameters."""
+    gathered = [record._unsharded_param for record in _records(model) if hasattr(record, "_unsharded_param")]
+    return gathered or [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _records(model: nn.Module) -> Iterator[Any]:

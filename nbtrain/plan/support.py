@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from nbtrain.plan.plan import Plan
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "zero": (0, 2, 3),
-    "tp": (1,),
+    "zero": (0, 1, 2, 3),
     "pp": (1,),
     "algorithm": ("allreduce",),
     "hierarchical": (False,),

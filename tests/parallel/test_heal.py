@@ -33,6 +33,9 @@ PLACES = (
 )
 """Where the rank dies in step `FATAL`."""
 
+UPDATE_PLACES = ("backward", "behind the wait", "optimizer", "gathering")
+"""With ``zero=1``: what only it does is behind the wait."""
+
 
 class Net(nn.Module):
     """Batch normalisation, and a layer that no step uses."""
@@ -84,6 +87,7 @@ PLANS = {
     "zero3": ("zero=3", 3, {"redundancy": True}),
     "zero2": ("zero=2", 2, {"redundancy": True}),
     "bf16": ("zero=3,precision=bf16", 2, {"redundancy": True}),
+    "zero1": ("zero=1,dp_replicate=2,dp_shard=2", 4, {}),
 }
 
 
@@ -131,6 +135,8 @@ def doom(trainer: nt.Trainer, place: str) -> None:
         Tally.reduce = fatal
     if place == "optimizer":
         trainer.optimizer.step = die
+    if place == "gathering":
+        trainer.model._all_gather = lambda buffers: die()
 
 
 class _Fatal(torch.autograd.Function):
@@ -226,7 +232,8 @@ def check(kind: str, plan: str, dying: tuple[int, ...], place: str) -> None:
 def _sweep() -> list[tuple[str, str, str, int]]:
     """Every plan with every place; models and ranks take turns."""
     cases = []
-    for turn, (plan, place) in enumerate(itertools.product(PLANS, PLACES)):
+    everywhere = itertools.product([plan for plan in PLANS if plan != "zero1"], PLACES)
+    for turn, (plan, place) in enumerate([*everywhere, *(("zero1", place) for place in UPDATE_PLACES)]):
         kinds = list(KINDS) if PLANS[plan][2] else ["net", "gpt"]  # dropout goes on where a mirror knows how
         cases.append((kinds[turn % len(kinds)], plan, place, (turn + turn // len(PLACES)) % PLANS[plan][1]))
     return cases

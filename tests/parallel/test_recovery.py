@@ -16,7 +16,14 @@ from nbtrain.errors import SessionError
 from nbtrain.interrupts import uninterrupted
 from nbtrain.parallel.phase import Phase, Stage
 
-PLANS = [("zero=0", 2), ("zero=2", 2), ("zero=3", 2), ("zero=3,dp_replicate=2", 4), ("zero=3,precision=bf16", 2)]
+PLANS = [
+    ("zero=0", 2),
+    ("zero=1,bucket_mb=0.004", 2),
+    ("zero=2", 2),
+    ("zero=3", 2),
+    ("zero=3,dp_replicate=2", 4),
+    ("zero=3,precision=bf16", 2),
+]
 
 
 class Fault(Exception):

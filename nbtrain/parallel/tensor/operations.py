@@ -31,7 +31,7 @@ def in_place(func: Func) -> bool:
     return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
 
 
-_AUGMENTED = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split()}
+_AUGMENTED = {f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]}
 
 _UNARY = (
     "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos "

@@ -145,7 +145,7 @@ class Chosen:
             self.layers[name] = Layer("vocab", {"weight": Cut(0, (size,))})
         for head in heads:
             if size % self.degree == 0 and head not in self.layers and self._wants([head]):
-                if head in tied and name not in self.layers or self.analysis.used_elsewhere(head):
+                if (head in tied and name not in self.layers) or self.analysis.used_elsewhere(head):
                     continue
                 self.layers[head] = self._column(head, "colwise_gather_output", (size,))
 

@@ -1,0 +1,89 @@
+"""Reduce-scatter and all-gather of a flat buffer, in place and asynchronous.
+
+::
+
+    flat buffer     [ part of rank 0 | part of rank 1 | ... ]     as many equal parts as the group has ranks
+    reduce-scatter  every part goes to its rank, which adds what it hears to its own
+    all-gather      every rank's part goes to the others
+
+gloo has no reduce-scatter of its own: torch runs its all-reduce and throws most of it away, and its all-gather copies
+twice. On the CPU ranks therefore exchange the parts directly, in messages: the same (N-1)/N of the buffer in each
+direction, measured 14 and 6 times as fast on 2 ranks (24 MB, loopback), and both together faster than an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Finish = Callable[[], None]
+"""Waits for what was begun."""
+
+# torch 2.13 renamed them and warns at the old names
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def part(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part: a view."""
+    return flat.view(group.size(), -1)[group.rank()]
+
+
+def begin_reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
+    """Begins to sum over ranks; when it is finished, this rank's part is the sum and the others are arbitrary.
+
+    Args:
+        flat: (N x part) elements, contiguous.
+        group: N ranks, which begin the same in the same order.
+        tag: Messages of another tag are never taken for these.
+    """
+    own = part(flat, group)
+    if not flat.is_cpu:
+        finish: Finish = _reduce_scatter(own, flat, group=group, async_op=True).wait
+        return finish
+    parts = flat.view(group.size(), -1)
+    heard = torch.empty_like(parts[1:])
+    works = [
+        work
+        for (to, source), room in zip(_pairs(group), heard, strict=True)
+        for work in _messages(parts[to], to, room, source, group, tag)
+    ]
+
+    def add() -> None:
+        _wait(works)
+        for room in heard:
+            own.add_(room)
+
+    return add
+
+
+def begin_all_gather(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
+    """Begins to fill in the parts of the other ranks. Arguments as of `begin_reduce_scatter`."""
+    own = part(flat, group)
+    if not flat.is_cpu:
+        finish: Finish = _all_gather(flat, own, group=group, async_op=True).wait
+        return finish
+    parts = flat.view(group.size(), -1)
+    works = [work for to, source in _pairs(group) for work in _messages(own, to, parts[source], source, group, tag)]
+    return lambda: _wait(works)
+
+
+def _pairs(group: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """Whom to send to and whom to hear from, in each round."""
+    own, size = group.rank(), group.size()
+    return [((own + distance) % size, (own - distance) % size) for distance in range(1, size)]
+
+
+def _messages(
+    outgoing: torch.Tensor, to: int, room: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int
+) -> list[Any]:
+    sent = dist.isend(outgoing, group=group, tag=tag, group_dst=to)
+    return [sent, dist.irecv(room, group=group, tag=tag, group_src=source)]
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()

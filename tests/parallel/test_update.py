@@ -1,0 +1,317 @@
+"""`zero=1`: one device's numbers, with the optimizer's state and work divided among ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from lives import Life, die, run_lives
+from parity import BF16, Run, Tolerance, check, rank
+from ranks import run_ranks
+from torch import nn
+
+import nbtrain as nt
+from nbtrain.errors import GradientError, OptimizerError, SessionError
+from nbtrain.parallel.heal import heal
+from nbtrain.parallel.optimizer import ELEMENTWISE
+
+LAYOUTS = [("zero=1", 1), ("zero=1", 2), ("zero=1,bucket_mb=0.004", 4), ("zero=1,dp_replicate=2,dp_shard=2", 4)]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+@pytest.mark.parametrize(("spec", "ranks"), LAYOUTS)
+def test_equals_one_device(spec: str, ranks: int) -> None:
+    def on_rank() -> None:
+        for model in models.CASES:
+            check(model, spec, Run())
+
+    run_ranks(on_rank, ranks)
+
+
+@pytest.mark.parametrize(("spec", "ranks"), LAYOUTS[1:])
+def test_accumulating_and_clipping_equal_one_device(spec: str, ranks: int) -> None:
+    def on_rank() -> None:
+        for model in models.CASES:
+            check(model, spec, Run(accumulate=3, grad_clip=0.05, steps=2))
+
+    run_ranks(on_rank, ranks)
+
+
+def test_bf16_stays_near_fp32() -> None:
+    def on_rank() -> None:
+        for model in models.CASES:
+            check(model, "zero=1,precision=bf16", Run(steps=2, grad_clip=1.0), BF16)
+
+    run_ranks(on_rank, 2)
+
+
+def test_uneven_shares_are_weighted_by_samples() -> None:
+    def on_rank() -> None:
+        for model in ("mlp", "conv", "gpt_ragged", "llama"):
+            check(model, "zero=1,bucket_mb=0.01", Run(sizes=(4, 3, 3, 2)))
+            check(model, "zero=1,dp_replicate=2,dp_shard=2", Run(sizes=(6, 2, 2, 2), accumulate=2, grad_clip=0.1))
+
+    run_ranks(on_rank, 4)
+
+
+def test_every_element_wise_optimizer_equals_one_device() -> None:
+    def on_rank() -> None:
+        for kind in ELEMENTWISE:
+            run = Run(steps=3, optimizer=lambda params, kind=kind: kind(params, lr=1e-2))
+            # some divide by the gradient's own size: rounding of small gradients shows in full
+            check("mlp", "zero=1", run, Tolerance(atol=2e-4, rtol=2e-5))
+
+    run_ranks(on_rank, 3)
+
+
+class Own(torch.optim.SGD):
+    """Takes the mean out of each gradient: no piece has the mean of the whole."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.sub_(parameter.grad.mean())
+        super().step()
+
+
+class Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width + 1, bias=False) for width in range(8, 11)))
+        self.last = nn.Linear(11, 3, bias=False)
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.layers(x_BD)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: Own(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.Adafactor(params, lr=0.1),
+        lambda params: torch.optim.Muon(params, lr=0.1),
+    ],
+    ids=["own", "adafactor", "muon"],
+)
+def test_an_optimizer_that_needs_whole_parameters_gets_them_dealt_out(make: Any) -> None:
+    case = models.Case(Matrices, models.CASES["mlp"].batch, F.mse_loss)
+
+    def on_rank() -> None:
+        models.CASES["matrices"] = case
+        # Muon's bf16 iterations magnify a last place
+        check("matrices", "zero=1", Run(optimizer=make, grad_clip=0.2), Tolerance(atol=2e-3, rtol=2e-5))
+        trainer = nt.Trainer(Matrices(), nt.Plan(zero=1), optimizer=make, loss_fn=F.mse_loss)
+        whole = {tuple(piece.shape) for _, piece in trainer.model.named_pieces() if piece.numel()}
+        assert 0 < len(whole) < 4
+        assert whole <= {tuple(parameter.shape) for parameter in trainer.model.parameters()}
+
+    run_ranks(on_rank, 2)
+
+
+def trainer_of(spec: str = "zero=1", make: Any = models.MLP, **options: Any) -> nt.Trainer:
+    torch.manual_seed(0)
+    return nt.Trainer(make(), nt.Plan.parse(spec), **{"optimizer": adamw, "loss_fn": F.mse_loss, **options})
+
+
+def batch(step: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank())
+    return torch.randn(size, 8, generator=generator), torch.randn(size, 3, generator=generator)
+
+
+def test_reduction_begins_during_backward_and_always_in_one_order() -> None:
+    class Stacked(models.MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # ranks reach the layers' gradients in different order
+            early, late = self.layers[0].weight.square().sum(), self.layers[2].weight.square().sum()
+            return self.layers(x) + (early + late if rank() else late + early)
+
+    def on_rank() -> list[tuple[int, int]]:
+        trainer = trainer_of("zero=1,bucket_mb=0.0001", Stacked)
+        model = trainer.model
+        assert len(model.bucket_bytes()) == 4
+        seen: list[tuple[int, int]] = []
+        begin = model._begin
+
+        def noted() -> None:
+            begin()
+            seen.append((len(model._begun), sum(len(bucket.waiting) for bucket in model._buckets)))
+
+        model._begin = noted
+        trainer.step(*batch(0))
+        return seen
+
+    for seen in run_ranks(on_rank, 2):
+        assert any(begun and waiting for begun, waiting in seen), seen
+        assert [begun for begun, _ in seen] == sorted(begun for begun, _ in seen)
+
+
+def test_an_own_loop_gets_whole_averaged_gradients() -> None:
+    def on_rank() -> None:
+        torch.manual_seed(0)
+        model = nt.parallelize(models.MLP(), nt.Plan(zero=1))
+        twin = copy.deepcopy(model)
+        optimizer, plain = adamw(model.parameters()), adamw(twin.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            x, y = batch(step)
+            F.mse_loss(model(x), y).backward()
+            for part in (0, 1):
+                generator = torch.Generator().manual_seed(10 * step + part)
+                x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 3, generator=generator)
+                (F.mse_loss(twin(x), y) / 2).backward()
+            for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, other.grad)
+            optimizer.step()
+            plain.step()
+        torch.testing.assert_close(model.state_dict(), dict(twin.state_dict()))
+
+    run_ranks(on_rank, 2)
+
+
+def test_states_copies_and_evaluation_are_those_of_the_whole_model() -> None:
+    def on_rank() -> None:
+        trainer, other = trainer_of(), trainer_of("zero=0")
+        for step in range(2):
+            trainer.step(*batch(step))
+            other.step(*batch(step))
+        torch.testing.assert_close(trainer.state_dict(), other.state_dict())
+        assert trainer.evaluate([batch(9)]) == pytest.approx(other.evaluate([batch(9)]).item())
+        twin = copy.deepcopy(trainer.model)
+        assert isinstance(twin, models.MLP)
+        torch.testing.assert_close(dict(twin.state_dict()), trainer.state_dict())
+        doubled = {name: value * 2 for name, value in trainer.state_dict().items()}
+        trainer.load_state_dict(doubled)
+        other.load_state_dict(doubled)
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.data = parameter.data * 0.5  # somebody sets the data: not a view any more
+            for parameter in other.model.parameters():
+                parameter.mul_(0.5)
+        trainer.step(*batch(3))
+        other.step(*batch(3))
+        torch.testing.assert_close(trainer.state_dict(), other.state_dict())
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_second_trainer_of_the_same_model_goes_on() -> None:
+    def on_rank() -> None:
+        trainer, other = trainer_of(), trainer_of("zero=0")
+        for one in (trainer, other):
+            one.step(*batch(0))
+            again = nt.Trainer(one.model, optimizer=one.optimizer, loss_fn=F.mse_loss)
+            again.step(*batch(1))
+        torch.testing.assert_close(trainer.state_dict(), other.state_dict())
+
+    run_ranks(on_rank, 2)
+
+
+def test_channels_last_scalars_and_several_dtypes() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+            self.gain = nn.Parameter(torch.ones(()))
+            self.shift = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return (self.conv(images) * self.gain).mean((2, 3)) + self.shift.float()
+
+    def on_rank() -> None:
+        trainer, other = trainer_of("zero=1", Mixed), trainer_of("zero=0", Mixed)
+        assert trainer.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        generator = torch.Generator().manual_seed(rank())
+        for one in (trainer, other):
+            one.step(torch.randn(2, 3, 5, 5, generator=generator.manual_seed(rank())), torch.ones(2, 4))
+        torch.testing.assert_close(trainer.state_dict(), other.state_dict())
+
+    run_ranks(on_rank, 2)
+
+
+def after_death(spec: str, world_size: int, make: Any, check: Any, place: str) -> None:
+    """``check(trainer or None, report)`` on all ranks, when the last has died in its second step."""
+    doomed = world_size - 1
+
+    def live_on(life: Life) -> Any:
+        trainer = make(spec)
+        trainer.step(*batch(0))
+        if life.rank == doomed and place == "gathering":
+            trainer.model._all_gather = lambda buffers: die()
+        elif life.rank == doomed:
+            die()
+        with contextlib.suppress(RuntimeError):
+            trainer.step(*batch(1))
+            trainer.evaluate([batch(2)])  # where no rank waits for the dead one's step
+        return go_on(life, {"trainer": trainer, "model": trainer.model})
+
+    def go_on(life: Life, namespace: dict[str, Any]) -> Any:
+        life.rejoin(1, (doomed,))
+        return check(namespace, heal(namespace, (doomed,)))
+
+    run_lives(live_on, lambda life: go_on(life, {}), world_size, (doomed,))
+
+
+def test_without_replicas_a_death_costs_the_optimizer_state_and_not_the_weights() -> None:
+    def check(namespace: dict[str, Any], report: dict[str, Any]) -> None:
+        assert report["healed"] == ["model"]
+        assert report["lost"] == {
+            "trainer": "its optimizer state was on no other rank (dp_replicate=2 keeps a copy); the model is whole: "
+            "make the trainer again on all ranks"
+        }
+        trainer = nt.Trainer(namespace["model"], optimizer=adamw, loss_fn=F.mse_loss)
+        trainer.step(*batch(2))
+        everyone: list[Any] = [None] * 3
+        torch.distributed.all_gather_object(everyone, trainer.state_dict())
+        torch.testing.assert_close(everyone[1:], everyone[:1] * 2, rtol=0, atol=0)
+
+    after_death("zero=1", 3, trainer_of, check, "between")
+
+
+def test_without_replicas_a_death_before_the_weights_are_gathered_costs_them() -> None:
+    def check(namespace: dict[str, Any], report: dict[str, Any]) -> None:
+        assert report["healed"] == []
+        assert "its pieces of the step that was under way were on no other rank" in report["lost"]["model"]
+        with pytest.raises(SessionError, match=r"the trainer ended with rank 2|trainer is lost"):
+            namespace["trainer"].step(*batch(2))
+
+    after_death("zero=1", 3, trainer_of, check, "gathering")
+
+
+def test_dealt_parameters_are_healed_from_a_replica() -> None:
+    def make(spec: str) -> nt.Trainer:
+        return trainer_of(spec, optimizer=lambda params: Own(params, lr=0.1, momentum=0.9))
+
+    def check(namespace: dict[str, Any], report: dict[str, Any]) -> None:
+        assert report["healed"] == ["trainer", "model"]
+        trainer = namespace["trainer"]
+        assert trainer.model.whole
+        trainer.step(*batch(1))
+        everyone: list[Any] = [None] * 4
+        torch.distributed.all_gather_object(everyone, (trainer.num_steps, trainer.state_dict()))
+        torch.testing.assert_close(everyone[1:], everyone[:1] * 3, rtol=0, atol=0)
+
+    after_death("zero=1,dp_replicate=2,dp_shard=2", 4, make, check, "gathering")
+
+
+def test_what_zero1_cannot_do_is_an_error() -> None:
+    def on_rank() -> None:
+        with pytest.raises(NotImplementedError, match=r"redundancy=True with zero=1 .* type zero=2"):
+            trainer_of(redundancy=True)
+        trainer = trainer_of()
+        with pytest.raises(OptimizerError, match="needs whole parameters"):
+            nt.Trainer(trainer.model, optimizer=lambda params: Own(params, lr=0.1), loss_fn=F.mse_loss)
+        with pytest.raises(GradientError, match=r"from 'layers\."):
+            trainer_of(grad_clip=1.0).step(torch.full((4, 8), float("nan")), torch.ones(4, 3))
+
+    run_ranks(on_rank, 2)
