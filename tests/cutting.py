@@ -81,13 +81,15 @@ def assert_gradients(whole: nn.Module, cut: nn.Module, plan: TensorPlan, **close
     torch.testing.assert_close(gradients, expected, **(close or CLOSE))
 
 
-def pair(make: Callable[[], nn.Module], layers: Mapping[str, Layer]) -> tuple[nn.Module, nn.Module, TensorPlan]:
+def pair(
+    make: Callable[[], nn.Module], layers: Mapping[str, Layer], **options: Any
+) -> tuple[nn.Module, nn.Module, TensorPlan]:
     """A model, its twin cut over all ranks, and the plan."""
     torch.manual_seed(0)
     whole = make()
     for parameter in whole.parameters():
         nn.init.normal_(parameter, std=0.5)
-    plan = TensorPlan(dist.get_world_size(), layers)
+    plan = TensorPlan(dist.get_world_size(), layers, **options)
     cut = copy.deepcopy(whole)
     lay_out(cut, plan, dist.group.WORLD, rank=dist.get_rank())
     return whole, cut, plan

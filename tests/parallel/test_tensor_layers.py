@@ -9,24 +9,30 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import parity
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from cutting import CLOSE, B, D, T, V, assert_gradients, assert_same, column, counted, pair, row
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from nbtrain.errors import ModelError
 from nbtrain.parallel.tensor import collectives
 from nbtrain.parallel.tensor.apply import lay_out
-from nbtrain.parallel.tensor.cuts import Cut, Layer, TensorPlan
+from nbtrain.parallel.tensor.cuts import Cut, Layer, Region, TensorPlan
 from nbtrain.parallel.tensor.parts import join_parts, take_part
 from nbtrain.parallel.tensor.peers import Peers
-from nbtrain.parallel.tensor.state import cuts_by_name
+from nbtrain.parallel.tensor.random import Draws, agreed_seed, seed_forwards
+from nbtrain.parallel.tensor.state import cuts_by_name, gather_whole
 
 
 class QKV(nn.Module):
@@ -332,3 +338,82 @@ def test_parts_join_to_the_whole(sizes: list[int], degree: int, dim: int) -> Non
     assert torch.equal(join_parts(parts, cut), whole)
     assert len({part.shape for part in parts}) == 1
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+
+
+class NanoAttention(nn.Module):
+    """Writes sizes of whole tensors."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.heads, self.width = heads, D
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.width, dim=2)
+        q, k, v = (each.view(B, T, self.heads, C // self.heads).transpose(1, 2) for each in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_regions_read_written_sizes_as_those_of_whole_tensors(degree: int) -> None:
+    layers = {"1.c_attn": column(D, D, D), "1.c_proj": row(D)}
+
+    def on_rank() -> None:
+        make = lambda: nn.Sequential(nn.Linear(D, D), NanoAttention())  # noqa: E731
+        regions = {"1": Region(written=True, layers=("c_attn", "c_proj")), "": Region(written=True)}
+        whole, cut, plan = pair(make, layers, regions=regions)
+        assert_same(whole, cut, plan, torch.randn(B, T, D))
+        assert isinstance(cut[1], NanoAttention)
+        assert "_nbtrain_mark" not in vars(cut(torch.randn(B, T, D)))
+
+    run_ranks(on_rank, degree)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(V, D)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(D), NanoAttention()) for _ in range(2))
+        self.head = nn.Linear(D, V, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        x = self.emb(ids_BT)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_beside_data_parallelism(sharded: bool) -> None:
+    """Parameters are plain tensors, which DDP reduces and FSDP2 shards over the other axis."""
+    attention = {"c_attn": column(D, D, D), "c_proj": row(D)}
+    layers = {f"blocks.{index}.1.{name}": layer for index in range(2) for name, layer in attention.items()}
+    regions = {f"blocks.{i}.1": Region(written=True) for i in range(2)}
+
+    def on_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        whole = Stack()
+        cut = copy.deepcopy(whole)
+        tp = mesh["tp"].get_group()
+        plan = TensorPlan(2, layers | TIED, regions)
+        lay_out(cut, plan, tp, rank=tp.rank(), loss_parallel=True)
+        seed_forwards(cut, Draws(agreed_seed(tp), mesh["dp"].get_local_rank()))
+        if sharded:
+            for block in cut.blocks:
+                fully_shard(block, mesh=mesh["dp"])
+            model = fully_shard(cut, mesh=mesh["dp"])
+        else:
+            model = DistributedDataParallel(cut, process_group=mesh["dp"].get_group(), init_sync=False)
+        ids = torch.randint(V, (4, T))
+        F.cross_entropy(whole(ids).flatten(0, 1), ids.flatten()).backward()
+        own = ids.chunk(2)[mesh["dp"].get_local_rank()]
+        F.cross_entropy(model(own).flatten(0, 1), own.flatten()).backward()
+        gradients = {name: parity.whole(parameter.grad) for name, parameter in cut.named_parameters()}
+        expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+        torch.testing.assert_close(gather_whole(gradients, cuts_by_name(cut, plan), tp), expected, **CLOSE)
+
+    run_ranks(on_rank, 4)

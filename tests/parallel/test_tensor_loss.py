@@ -166,6 +166,19 @@ def test_what_is_neither_is_an_error() -> None:
     run_ranks(on_rank, 2)
 
 
+def test_hooks_see_the_gradient_of_the_part() -> None:
+    def on_rank() -> None:
+        logits, targets = batch()
+        leaf, cut = cut_logits(logits)
+        seen: list[torch.Tensor] = []
+        cut.register_hook(seen.append)
+        cut.retain_grad()
+        WAYS["view"](cut, targets).backward()
+        torch.testing.assert_close([*seen, cut.grad], [leaf.grad, leaf.grad])
+
+    run_ranks(on_rank, 2)
+
+
 def test_cut_logits_look_whole() -> None:
     part = torch.randn(B, T, V // 2, requires_grad=True) * 1
     logits = as_logits(part, Peers(None, 1, 2))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -117,8 +117,13 @@ class _Whole(torch.autograd.Function):
         return own_part(gradient, ctx.peers, ctx.dim), None, None
 
 
+def _itself(func: Any, args: Any, kwargs: Any) -> Any:
+    """What does not look at sizes, and hooks: of this very tensor, which a loss is computed from."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
 def _locally(func: Any, args: Any, kwargs: Any) -> Any:
-    """What does not look at sizes: on the part."""
     args, kwargs = tree_map_only(CutLogits, local_part, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -272,7 +277,7 @@ _EACH = (
     "__truediv__ true_divide add __add__ __radd__ sub __sub__ tanh sigmoid exp clamp clamp_min clamp_max nan_to_num abs"
 )
 _RULES: dict[Any, Rule] = {
-    **dict.fromkeys(_functions(_LOOKS), _locally),
+    **dict.fromkeys(_functions(_LOOKS), _itself),
     **dict.fromkeys(_functions(_EACH), _elementwise),
     **dict.fromkeys(_functions("shape size"), _size),
     **dict.fromkeys(_functions("numel nelement"), _numel),
@@ -282,6 +287,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_functions("transpose swapaxes swapdims"), _transpose),
     **dict.fromkeys(_functions("permute"), _permute),
     Tensor.__getitem__: _index,
+    cast(Any, Tensor._base).__get__: lambda func, args, kwargs: None,  # nothing changes them in place
     Tensor.__format__: lambda func, args, kwargs: repr(args[0]),  # on one rank too
     inspect.unwrap(F.cross_entropy): _cross_entropy,
 }

@@ -56,12 +56,14 @@ class TrunkBlock:
     _nbtrain_last: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        peers, key = self._nbtrain_peers, _hidden(args, kwargs, self._nbtrain_block)
+        peers, name = self._nbtrain_peers, self._nbtrain_block
+        key = _hidden(args, kwargs, name)
         if self._nbtrain_first:
-            args, kwargs = _cut_hidden(args, kwargs, key, peers, self._nbtrain_block)
+            args, kwargs = _cut_hidden(args, kwargs, key, peers, name)
         with sharded(peers):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]  # of the model's class
-        return _joined(output, peers) if self._nbtrain_last else output
+        given = args[key] if isinstance(key, int) else kwargs[key]
+        return _given_on(output, given, name, peers if self._nbtrain_last else None)
 
 
 def cut_along_sequence(model: nn.Module, plan: TensorPlan, peers: Peers) -> None:
@@ -88,8 +90,8 @@ def check_trunk(model: nn.Module, plan: TensorPlan) -> None:
         if not _is_in(name, plan.trunk) or region.inputs or _fits(modules[name]):
             continue
         raise ModelError(
-            f"sequence_parallel needs the sequence cut before '{name}' and whole inside its layers, but its forward "
-            f"holds both; move what lies between {', '.join(region.layers)} into a module of its own, {_OFF}"
+            f"sequence_parallel: the forward of '{name}' holds cut layers ({', '.join(region.layers)}) beside what acts "
+            f"on parts of the sequence; move these layers and what is between them into a module of their own, {_OFF}"
         )
 
 
@@ -164,12 +166,16 @@ def _cut_hidden(
     return args, {**kwargs, key: part}
 
 
-def _joined(output: Any, peers: Peers) -> Any:
-    """The first tensor of a block's output is its activations."""
-    if isinstance(output, torch.Tensor):
-        return join_sequence(output, peers)
-    if not isinstance(output, tuple) or not isinstance(output[0], torch.Tensor):
+def _given_on(output: Any, part: torch.Tensor, block: str, join: Peers | None) -> Any:
+    """A block's output, whose first tensor is its activations: checked, and joined where the trunk ends."""
+    found = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(found, torch.Tensor) or found.shape[:2] != part.shape[:2]:
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
         raise ModelError(
-            f"sequence_parallel needs activations first in a block's output, got a {type(output).__name__}"
+            f"sequence_parallel: '{block}' was given a part {tuple(part.shape)} of its activations and must give one "
+            f"back, and gave {shape}; type sequence_parallel=False"
         )
-    return (join_sequence(output[0], peers), *output[1:])
+    if join is None:
+        return output
+    whole = join_sequence(found, join)
+    return (whole, *output[1:]) if isinstance(output, tuple) else whole
