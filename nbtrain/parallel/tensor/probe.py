@@ -84,7 +84,9 @@ def _candidates(model: nn.Module, device: torch.device) -> Iterator[Probe]:
     kinds = _ordered(names, ids, floats, images)
     for count in dict.fromkeys((len(names), 1, 2)):
         if count == 1 or count == len(names):
-            yield from ((choice, {}) for choice in product(*kinds[:count] if kinds[:count] else [[*ids, *images, *floats]]))
+            yield from (
+                (choice, {}) for choice in product(*kinds[:count] if kinds[:count] else [[*ids, *images, *floats]])
+            )
         else:
             yield from (((value, value), {}) for value in [*ids, *floats])
 
@@ -145,7 +147,11 @@ def _images(model: nn.Module, device: torch.device) -> list[Tensor]:
     num_dims = CONVOLUTIONS[type(first)]
     generator = torch.Generator().manual_seed(0)
     shapes = [(SAMPLES, first.in_channels, *(size,) * num_dims) for size in dict.fromkeys((*_sizes(model), *IMAGES))]  # type: ignore[union-attr]
-    return [torch.randn(shape, generator=generator).to(device, _dtype(model)) for shape in shapes if num_dims < 3 or shape[-1] < 64]
+    return [
+        torch.randn(shape, generator=generator).to(device, _dtype(model))
+        for shape in shapes
+        if num_dims < 3 or shape[-1] < 64
+    ]
 
 
 def _sizes(model: nn.Module) -> list[int]:

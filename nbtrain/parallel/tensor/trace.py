@@ -292,10 +292,15 @@ def einsum(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     _combine(trace, [result], have)
     if others:
         # a whole factor that has the letter of the features would have to be cut
-        shared = {letter for part, value in zip(inputs.split(","), operands, strict=True) if nodes_of(value) is None
-                  for letter in part}
-        trace.features.join_along(have[0], [at for at, letter in enumerate(output) if letter in shared
-                                            and have[0].shape[at] > 1])
+        shared = {
+            letter
+            for part, value in zip(inputs.split(","), operands, strict=True)
+            if nodes_of(value) is None
+            for letter in part
+        }
+        trace.features.join_along(
+            have[0], [at for at, letter in enumerate(output) if letter in shared and have[0].shape[at] > 1]
+        )
     return result
 
 
