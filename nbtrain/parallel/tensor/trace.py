@@ -192,10 +192,13 @@ def move(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     if any(nodes_of(value) is not None for value in tensors((rest, kwargs)) if func not in known.LIKE):
         return opaque(trace, func, args, kwargs)
     result = func(data, *rest, **kwargs)
-    named = func(_named(data), *rest, **kwargs)
+    named = _COPYING.get(func, func)(_named(data), *rest, **kwargs)  # names have other strides
     for out, nodes in zip(tensors(result), tensors(named), strict=True):
         set_nodes(out, nodes)
     return result
+
+
+_COPYING: dict[Func, Func] = {Tensor.view: Tensor.reshape, Tensor.view_as: Tensor.reshape_as}
 
 
 def _named(data: Any) -> Any:
