@@ -142,7 +142,9 @@ class _Layer:
             rows = len(module.weight)
             local = ids - self.part * rows
             inside = (local >= 0) & (local < rows)
-            found = F.embedding(local.clamp(0, rows - 1), module.weight) * inside.unsqueeze(-1)
+            padding = -1 if module.padding_idx is None else module.padding_idx - self.part * rows
+            padding_idx = padding if 0 <= padding < rows else None
+            found = F.embedding(local.clamp(0, rows - 1), module.weight, padding_idx) * inside.unsqueeze(-1)
             return Sum.apply(found, self.parts, self.part, True)
 
         return forward
@@ -185,9 +187,9 @@ def _gradients(models: list[nn.Module], plan: TensorPlan) -> dict[str, Tensor]:
     cuts = {f"{name}.{own}": cut for name, layer in plan.layers.items() for own, cut in layer.cuts.items()}
     found = {}
     for name, parameter in models[0].named_parameters():
-        if not parameter.requires_grad:
-            continue
         grads = [model.get_parameter(name).grad for model in models]
+        if any(grad is None for grad in grads):
+            continue
         if name in cuts:
             found[name] = whole_of(grads, cuts[name])  # type: ignore[arg-type]
         elif name in plan.partial:

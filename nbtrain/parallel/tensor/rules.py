@@ -53,16 +53,16 @@ def _narrowed(marks: Marks, back: int, have: Mark, args: Args, kwargs: Kwargs) -
     """Whole tensors among the operands are entered; those as large as the whole become this rank's part."""
 
     def narrow(value: Any) -> Any:
-        if not isinstance(value, Tensor) or mark_of(value) is not None:
-            return value
-        return take(marks, value, value.ndim - back, have) if _meets(value, back, have) else _entered(marks, value)
+        if isinstance(value, Tensor) and mark_of(value) is None and _meets(value, back, have):
+            return take(marks, value, value.ndim - back, have)
+        return _entered(marks, value)
 
     return tuple(map(narrow, args)), {name: narrow(value) for name, value in kwargs.items()}
 
 
-def _entered(marks: Marks, value: Tensor) -> Tensor:
+def _entered(marks: Marks, value: Any) -> Any:
     """A whole tensor of which each rank will have a part of the gradient. Leaves are in `TensorPlan.partial`."""
-    if not value.requires_grad or value.is_leaf or not torch.is_grad_enabled():
+    if not isinstance(value, Tensor) or mark_of(value) or not value.requires_grad or value.is_leaf or not torch.is_grad_enabled():
         return value
     if marks.enter is None:
         raise ModelError("a whole tensor meets cut features; its gradient would be a rank's part: Marks needs `enter`")
@@ -335,7 +335,7 @@ def _gathered(marks: Marks, func: Func, tensor: Tensor, have: Mark, keys: Sequen
 
 
 def cat(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    parts = list(args[0] if args else kwargs["tensors"])
+    parts = [part for part in (args[0] if args else kwargs["tensors"]) if part.numel()]  # a cache that is empty yet
     have = [mark_of(part) for part in parts]
     dims = {found.dim if found else None for found in have}
     if len(dims) > 1 or None in dims:
@@ -397,7 +397,7 @@ def norm(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
     shape = _argument(args, kwargs, 1, "normalized_shape", ())
     if have is None or have.dim >= tensor.ndim - len(shape):
         raise marks.lost(func, "normalises over")
-    args = (args[0], *(_entered(marks, each) if isinstance(each, Tensor) else each for each in args[1:]))
+    args = (args[0], *(_entered(marks, each) for each in args[1:]))
     return mark(func(*args, **kwargs), have)
 
 
@@ -415,7 +415,7 @@ def linear(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def matmul(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Cut in a batch dim, in rows of the first or in columns of the second; never in what is summed."""
-    operands = [value for value in args if isinstance(value, Tensor)][-2:]
+    operands = list(_tensors((args, kwargs)))[-2:]
     backs = {back for value, own in zip(operands, (1, 2), strict=True) if (back := _back(marks, func, value, own))}
     if len(backs) != 1:
         raise marks.lost(func)
@@ -423,9 +423,7 @@ def matmul(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
     have = next(found for value in operands if (found := mark_of(value)))
     if func in known.ADDED:
         args = (*_narrowed(marks, back, have, args[:1], {})[0], *args[1:])
-    args = tuple(
-        _entered(marks, value) if isinstance(value, Tensor) and not mark_of(value) else value for value in args
-    )
+    args, kwargs = tuple(_entered(marks, each) for each in args), {key: _entered(marks, kwargs[key]) for key in kwargs}
     return _marked(marks, func, func(*args, **kwargs), lambda out: (out.ndim - back, have.segments))
 
 
@@ -451,7 +449,7 @@ def einsum(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if "." in equation or len(letters) != 1 or not (letters & set(output)):
         raise marks.lost(func)
     ((letter, have), *_) = sorted(cut, key=lambda pair: pair[1].segments)
-    args = (args[0], *(value if mark_of(value) else _entered(marks, value) for value in operands))
+    args = (args[0], *(_entered(marks, value) for value in operands))
     return mark(func(*args, **kwargs), Mark(output.index(letter), have.segments))
 
 

@@ -248,7 +248,7 @@ def norm(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
 
 def contract(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     """Matrix products: the rows of the first, the columns of the second, and what is added."""
-    *added, left, right = [value for value in args if isinstance(value, Tensor)]
+    *added, left, right = tensors((args, kwargs))
     if min(left.ndim, right.ndim) < 2 or any(nodes_of(value) is not None for value in added):
         return opaque(trace, func, args, kwargs)
     result = func(*args, **kwargs)
