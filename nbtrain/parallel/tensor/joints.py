@@ -32,6 +32,19 @@ class Joint:
         return (*self.columns, *self.rows)
 
 
+@dataclass(frozen=True)
+class Undivided:
+    """Layers that could be cut over other numbers of ranks.
+
+    Attributes:
+        count: What that number must divide.
+    """
+
+    names: tuple[str, ...]
+    region: str
+    count: int
+
+
 class Analysis:
     """What a trace of ``model`` on ``probe`` found."""
 
@@ -156,30 +169,23 @@ class Analysis:
                 return name
         return None
 
-    def counted(self, region: str, count: int) -> str:
+    def counted(self, what: Undivided) -> str:
         """``num_heads=8 of 'blocks.0.attn'``: by the attribute that holds the number, if there is one."""
-        module = self.model.get_submodule(region)
-        of = f"of {region!r}" if region else "of the model"
-        if region in self.layers.attentions:
-            return f"num_heads={count} {of}"
-        for owner in (module, getattr(module, "config", None)):
-            values = vars(owner) if owner is not None else {}
-            for name, value in values.items():
+        module = self.model.get_submodule(what.region)
+        of = f"of {what.region!r}" if what.region else "of the model"
+        widths = {self.layers.matrices[name].num_inputs for name in what.names if name in self.layers.matrices}
+        if what.count in widths:
+            return f"the hidden size {what.count} {of}"
+        for owner in (module, getattr(module, "config", None), *module.children()):
+            for name, value in vars(owner).items() if owner is not None else ():
                 if (
                     type(value) is int
-                    and value == count
+                    and value == what.count
                     and "head" in name
-                    and "dim" not in name
-                    and "size" not in name
+                    and not {"dim", "size"} & set(name.split("_"))
                 ):
-                    return f"{name}={count} {of}"
-        widths = {
-            self.layers.matrices[row].num_inputs
-            for joint in self.joints
-            if (frames := self.region(joint)) and frames[-1] == region
-            for row in joint.rows
-        }
-        return f"the hidden size {count} {of}" if count in widths else f"the {count} heads {of}"
+                    return f"{name}={what.count} {of}"
+        return f"the {what.count} heads {of}"
 
 
 def _trace(layers: Layers, probe: Probe) -> Record:

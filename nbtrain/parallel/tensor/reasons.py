@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from torch import nn
 
 from nbtrain.parallel.tensor.cuts import Layer
 from nbtrain.parallel.tensor.features import Labels
-from nbtrain.parallel.tensor.joints import Analysis
+from nbtrain.parallel.tensor.joints import Analysis, Undivided
 from nbtrain.parallel.tensor.patterns import own_plan, styles_of
 
 
 def reasons(
-    analysis: Analysis, layers: Mapping[str, Layer], undivided: Mapping[str, int], degree: int
+    analysis: Analysis, layers: Mapping[str, Layer], undivided: Sequence[Undivided], degree: int
 ) -> dict[str, str]:
     """By module name, of modules with parameters of their own that aren't cut."""
     own = styles_of(analysis.model, own_plan(analysis.model) or {})
@@ -35,15 +35,16 @@ def _within(name: str, outer: Iterable[str]) -> bool:
     return any(name.startswith(f"{each}.") for each in outer)
 
 
-def _reason(analysis: Analysis, name: str, module: nn.Module, undivided: Mapping[str, int], degree: int) -> str:
+def _reason(analysis: Analysis, name: str, module: nn.Module, undivided: Sequence[Undivided], degree: int) -> str:
     if name in analysis.layers.embeddings:
         return _embedding(analysis, name, degree)
-    if name in undivided:
-        return f"its {undivided[name]} heads cannot be cut into {degree}"
+    for each in undivided:
+        if name in each.names:
+            return f"{analysis.counted(each)} cannot be cut into {degree}"
     if name in analysis.layers.attentions:
         return "it adds keys and values of its own" if name in analysis.layers.calls else "the probe did not call it"
     if name in analysis.layers.matrices:
-        return _matrix(analysis, name, undivided, degree)
+        return _matrix(analysis, name)
     kind = type(module).__name__
     if "conv" in kind.lower():
         return "a convolution"
@@ -61,14 +62,11 @@ def _embedding(analysis: Analysis, name: str, degree: int) -> str:
     return "its weight is used outside of its forward" if analysis.used_elsewhere(name) else f"{size} rows are few"
 
 
-def _matrix(analysis: Analysis, name: str, undivided: Mapping[str, int], degree: int) -> str:
+def _matrix(analysis: Analysis, name: str) -> str:
     if name not in analysis.layers.calls:
         return "the probe did not call it"
     if analysis.used_elsewhere(name):
         return "its weight is used outside of its forward"
-    for joint in analysis.joints:
-        if name in joint.names and (region := analysis.region(joint)) and region[-1] in undivided:
-            return f"{analysis.counted(region[-1], undivided[region[-1]])} cannot be cut into {degree}"
     output = analysis.outputs(name)
     if (output == 0).any():
         return _event(analysis, output, "its output is wanted whole")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from nbtrain.parallel.tensor.cuts import Cut, Layer, Region, TensorPlan
-from nbtrain.parallel.tensor.joints import Analysis, Joint
+from nbtrain.parallel.tensor.joints import Analysis, Joint, Undivided
 from nbtrain.parallel.tensor.layers import Frames
 from nbtrain.parallel.tensor.patterns import own_plan, styles_of
 from nbtrain.parallel.tensor.probe import Probe
@@ -36,18 +36,23 @@ def findings(model: nn.Module, degree: int, probe: Probe) -> list[str]:
     return Chosen(Analysis(model, probe), degree).findings()
 
 
-def plan_of(analysis: Analysis, degree: int, wanted: Collection[str] | None = None) -> TensorPlan:
-    """The plan for an analysis; with ``wanted`` of these modules only."""
-    chosen = Chosen(analysis, degree, wanted)
+def plan_of(analysis: Analysis, degree: int) -> TensorPlan:
+    """The plan for an analysis."""
+    return plan_for(Chosen(analysis, degree))
+
+
+def plan_for(chosen: Chosen) -> TensorPlan:
+    """The plan for what is cut."""
+    analysis = chosen.analysis
     regions: dict[str, Region] = {}
     for joint in chosen.joints:
         _add_region(analysis, joint, regions)
     return TensorPlan(
-        degree=degree,
+        degree=chosen.degree,
         layers=chosen.layers,
         regions=regions,
         partial=_partial(analysis, chosen.joints),
-        whole=reasons(analysis, chosen.layers, chosen.undivided, degree),
+        whole=reasons(analysis, chosen.layers, chosen.undivided, chosen.degree),
     )
 
 
@@ -55,18 +60,23 @@ def plan_of(analysis: Analysis, degree: int, wanted: Collection[str] | None = No
 class Chosen:
     """What is cut.
 
+    Args:
+        styles: Of the only modules that may be cut; None: of all.
+        left: Modules that stay whole.
+
     Attributes:
         joints: Those that are cut.
         layers: By module name.
-        undivided: Joints, and attention modules, that ``degree`` does not divide, with the number that it should.
+        undivided: What ``degree`` does not divide.
     """
 
     analysis: Analysis
     degree: int
-    wanted: Collection[str] | None = None
+    styles: Mapping[str, str] | None = None
+    left: frozenset[str] = frozenset()
     joints: list[Joint] = field(default_factory=list)
     layers: dict[str, Layer] = field(default_factory=dict)
-    undivided: dict[str, int] = field(default_factory=dict)
+    undivided: list[Undivided] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         left = []
@@ -78,8 +88,13 @@ class Chosen:
                 else:
                     left.append(joint)
         for joint in left:
-            if self.analysis.num_groups(joint) > 1 and self._free(joint):
-                self.undivided[self._name(joint)] = self.analysis.num_groups(joint)
+            count = self.analysis.num_groups(joint)
+            if (
+                count > 1
+                and self._free(joint)
+                and not any(set(joint.names) & set(each.names) for each in self.undivided)
+            ):
+                self.undivided.append(Undivided(joint.names, self.analysis.region(joint)[-1], count))
         self._take_attentions()
         self._take_vocabulary()
         self.layers = dict(sorted(self.layers.items(), key=lambda item: self._order(item[0])))
@@ -87,8 +102,10 @@ class Chosen:
     def _order(self, name: str) -> int:
         return self.analysis.order[name]
 
-    def _wants(self, names: Collection[str]) -> bool:
-        return self.wanted is None or all(name in self.wanted for name in names)
+    def _wants(self, style: str, *names: str) -> bool:
+        if self.styles is None:
+            return not any(name in self.left for name in names)
+        return all(self.styles.get(name) == style for name in names)
 
     def _allowed(self, joint: Joint) -> bool:
         """From columns to rows, of weights that nothing else uses."""
@@ -98,7 +115,8 @@ class Chosen:
             and all((side > 0).all() for side in self.analysis.sides(joint))
             and not any(self.analysis.used_elsewhere(name) for name in joint.names)
             and bool(self.analysis.region(joint))
-            and self._wants(joint.names)
+            and self._wants("colwise", *joint.columns)
+            and self._wants("rowwise", *joint.rows)
             and self._free(joint)
         )
 
@@ -126,42 +144,41 @@ class Chosen:
 
     def _take_attentions(self) -> None:
         for name, module in self.analysis.layers.attentions.items():
-            if not self._wants([name]) or module.bias_k is not None or module.add_zero_attn:
+            if not self._wants("attention", name) or module.bias_k is not None or module.add_zero_attn:
                 continue
             if module.num_heads % self.degree:
-                self.undivided[name] = module.num_heads
+                self.undivided.append(Undivided((name,), name, module.num_heads))
             elif name in self.analysis.layers.calls:
-                self.layers[name] = Layer("attention", _attention_cuts(module))
+                self.layers[name] = Layer("attention", attention_cuts(module))
 
     def _take_vocabulary(self) -> None:
+        """The vocabulary's embedding, and heads: a weight that they share is cut in both, or in neither."""
         name = self.analysis.vocabulary(SMALLEST_VOCABULARY)
         if name is None:
             return
         module = self.analysis.layers.embeddings[name]
-        size, heads = module.num_embeddings, self.analysis.heads(module)
+        heads = [each for each in self.analysis.heads(module) if each not in self.layers]
         tied = [head for head in heads if self.analysis.weight(head) == self.analysis.weight(name)]
-        elsewhere = any(self.analysis.used_elsewhere(each) for each in (name, *tied))
-        if size % self.degree == 0 and not elsewhere and self._wants((name, *tied)):
-            self.layers[name] = Layer("vocab", {"weight": Cut(0, (size,))})
+        if self._whole_rows(module.num_embeddings, name, *tied) and self._wants("vocab", name):
+            if self._wants("colwise_gather_output", *tied):
+                self.layers[name] = Layer("vocab", {"weight": Cut(0, (module.num_embeddings,))})
         for head in heads:
-            if size % self.degree == 0 and head not in self.layers and self._wants([head]):
-                if (head in tied and name not in self.layers) or self.analysis.used_elsewhere(head):
-                    continue
-                self.layers[head] = self._column(head, "colwise_gather_output", (size,))
+            cut = name in self.layers if head in tied else self._whole_rows(module.num_embeddings, head)
+            if cut and self._wants("colwise_gather_output", head):
+                self.layers[head] = self._column(head, "colwise_gather_output", (module.num_embeddings,))
 
-    def _name(self, joint: Joint) -> str:
-        region = self.analysis.region(joint)
-        return region[-1] if region else ""
+    def _whole_rows(self, size: int, *names: str) -> bool:
+        return size % self.degree == 0 and not any(map(self.analysis.used_elsewhere, names))
 
     def findings(self) -> list[str]:
-        common = gcd(*self.undivided.values(), *map(self.analysis.num_groups, self.joints))
+        common = gcd(*(each.count for each in self.undivided), *map(self.analysis.num_groups, self.joints))
         for name, layer in self.layers.items():
             if layer.style == "attention":
                 common = gcd(common, self.analysis.layers.attentions[name].num_heads)
         choices = ", ".join(str(one) for one in range(1, common + 1) if common % one == 0)
         return [
-            f"tp={self.degree} does not divide {self.analysis.counted(name, count)}; choose tp from {choices}"
-            for name, count in self.undivided.items()
+            f"tp={self.degree} does not divide {self.analysis.counted(each)}; choose tp from {choices}"
+            for each in self.undivided
         ]
 
 
@@ -177,7 +194,8 @@ def _preferred(analysis: Analysis) -> list[Joint]:
     return sorted(analysis.joints, key=lambda joint: not agrees(joint))
 
 
-def _attention_cuts(module: nn.MultiheadAttention) -> Mapping[str, Cut]:
+def attention_cuts(module: nn.MultiheadAttention) -> Mapping[str, Cut]:
+    """Of its parameters, which hold the heads one behind the other."""
     size = module.embed_dim
     cuts = {"out_proj.weight": Cut(1, (size,))}
     if module.in_proj_weight is not None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nbtrain.errors import ModelError
 from nbtrain.parallel.tensor import operations as known
 from nbtrain.parallel.tensor.marks import Mark, Marks, mark, mark_of
 from nbtrain.parallel.tensor.sizes import reshape, span
@@ -49,16 +50,23 @@ def elementwise(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _narrowed(marks: Marks, back: int, have: Mark, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Whole tensors among the operands become this rank's part."""
-    if marks.part is None:
-        return args, kwargs
+    """Whole tensors among the operands are entered; those as large as the whole become this rank's part."""
 
     def narrow(value: Any) -> Any:
         if isinstance(value, Tensor) and mark_of(value) is None and _meets(value, back, have):
             return take(marks, value, value.ndim - back, have)
-        return value
+        return _entered(marks, value)
 
     return tuple(map(narrow, args)), {name: narrow(value) for name, value in kwargs.items()}
+
+
+def _entered(marks: Marks, value: Any) -> Any:
+    """A whole tensor of which each rank will have a part of the gradient. Leaves are in `TensorPlan.partial`."""
+    if not isinstance(value, Tensor) or mark_of(value) or not value.requires_grad or value.is_leaf or not torch.is_grad_enabled():
+        return value
+    if marks.enter is None:
+        raise ModelError("a whole tensor meets cut features; its gradient would be a rank's part: Marks needs `enter`")
+    return marks.enter(value)
 
 
 def _meets(value: Tensor, back: int, have: Mark) -> bool:
@@ -67,10 +75,10 @@ def _meets(value: Tensor, back: int, have: Mark) -> bool:
 
 def take(marks: Marks, value: Tensor, dim: int, have: Mark) -> Tensor:
     """This rank's part of a whole tensor."""
-    if marks.enter and value.requires_grad and not value.is_leaf:
-        value = marks.enter(value)
-    part = cast(int, marks.part)
-    pieces = [segment.chunk(marks.degree, dim)[part] for segment in value.split(have.segments, dim)]
+    if marks.part is None:
+        raise ModelError("a whole tensor meets cut features: Marks needs `part`")
+    value = _entered(marks, value)
+    pieces = [segment.chunk(marks.degree, dim)[marks.part] for segment in value.split(have.segments, dim)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
@@ -327,7 +335,7 @@ def _gathered(marks: Marks, func: Func, tensor: Tensor, have: Mark, keys: Sequen
 
 
 def cat(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    parts = list(args[0] if args else kwargs["tensors"])
+    parts = [part for part in (args[0] if args else kwargs["tensors"]) if part.numel()]  # a cache that is empty yet
     have = [mark_of(part) for part in parts]
     dims = {found.dim if found else None for found in have}
     if len(dims) > 1 or None in dims:
@@ -389,6 +397,7 @@ def norm(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
     shape = _argument(args, kwargs, 1, "normalized_shape", ())
     if have is None or have.dim >= tensor.ndim - len(shape):
         raise marks.lost(func, "normalises over")
+    args = (args[0], *(_entered(marks, each) for each in args[1:]))
     return mark(func(*args, **kwargs), have)
 
 
@@ -406,14 +415,15 @@ def linear(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def matmul(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Cut in a batch dim, in rows of the first or in columns of the second; never in what is summed."""
-    operands = [value for value in args if isinstance(value, Tensor)][-2:]
+    operands = list(_tensors((args, kwargs)))[-2:]
     backs = {back for value, own in zip(operands, (1, 2), strict=True) if (back := _back(marks, func, value, own))}
     if len(backs) != 1:
         raise marks.lost(func)
     (back,) = backs
     have = next(found for value in operands if (found := mark_of(value)))
     if func in known.ADDED:
-        args, kwargs = _narrowed(marks, back, have, args, kwargs)
+        args = (*_narrowed(marks, back, have, args[:1], {})[0], *args[1:])
+    args, kwargs = tuple(_entered(marks, each) for each in args), {key: _entered(marks, kwargs[key]) for key in kwargs}
     return _marked(marks, func, func(*args, **kwargs), lambda out: (out.ndim - back, have.segments))
 
 
@@ -439,20 +449,18 @@ def einsum(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if "." in equation or len(letters) != 1 or not (letters & set(output)):
         raise marks.lost(func)
     ((letter, have), *_) = sorted(cut, key=lambda pair: pair[1].segments)
+    args = (args[0], *(_entered(marks, value) for value in operands))
     return mark(func(*args, **kwargs), Mark(output.index(letter), have.segments))
 
 
 def attention(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`F.scaled_dot_product_attention`, cut by heads."""
     query = args[0] if args else kwargs["query"]
-    have, mask = mark_of(query), _argument(args, kwargs, 3, "attn_mask", None)
+    have = mark_of(query)
     if have is None or have.dim >= query.ndim - 2:
         raise marks.lost(func)
-    back = query.ndim - have.dim
-    if mask is not None and marks.part is not None and _meets(mask, back, have):
-        kwargs = {**kwargs, "attn_mask": take(marks, mask, mask.ndim - back, have)}
-        args = args[:3]
-    draws = marks.random and _argument(args, kwargs, 4, "dropout_p", 0.0) > 0
+    args, kwargs = _narrowed(marks, query.ndim - have.dim, have, args, kwargs)
+    draws = _argument(args, kwargs, 4, "dropout_p", 0.0) > 0
     with marks.random() if marks.random and draws else nullcontext():
         return mark(func(*args, **kwargs), have)
 

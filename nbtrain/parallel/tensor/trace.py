@@ -192,10 +192,13 @@ def move(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     if any(nodes_of(value) is not None for value in tensors((rest, kwargs)) if func not in known.LIKE):
         return opaque(trace, func, args, kwargs)
     result = func(data, *rest, **kwargs)
-    named = func(_named(data), *rest, **kwargs)
+    named = _COPYING.get(func, func)(_named(data), *rest, **kwargs)  # names have other strides
     for out, nodes in zip(tensors(result), tensors(named), strict=True):
         set_nodes(out, nodes)
     return result
+
+
+_COPYING: dict[Func, Func] = {Tensor.view: Tensor.reshape, Tensor.view_as: Tensor.reshape_as}
 
 
 def _named(data: Any) -> Any:
@@ -245,7 +248,7 @@ def norm(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
 
 def contract(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     """Matrix products: the rows of the first, the columns of the second, and what is added."""
-    *added, left, right = [value for value in args if isinstance(value, Tensor)]
+    *added, left, right = tensors((args, kwargs))
     if min(left.ndim, right.ndim) < 2 or any(nodes_of(value) is not None for value in added):
         return opaque(trace, func, args, kwargs)
     result = func(*args, **kwargs)
