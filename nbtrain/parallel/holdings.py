@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from nbtrain.parallel.layout import Layout, layout_of
 from nbtrain.parallel.local import local
 from nbtrain.parallel.mesh import rank
+from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.state import whole_shape
 from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.plan.footprint import format_bytes
@@ -59,6 +60,14 @@ def measured(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, 
     if isinstance(model, ShardedUpdate):
         held["gradients"] = model.gradient_bytes
     return held
+
+
+def bucket_text(model: nn.Module) -> list[str]:
+    """A line on the buckets of gradients, where there are some: DDP has them from the first step on."""
+    sizes = model.bucket_bytes() if isinstance(model, Replica) else []
+    if not sizes:
+        return []
+    return [f"gradients travel in {len(sizes)} bucket{'s' * (len(sizes) > 1)} of up to {format_bytes(max(sizes))}"]
 
 
 def holdings_text(held: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -147,6 +147,7 @@ class DDPReplica(Replica):
         super().__init__(model)
         self._group = group
         self._bucket_mb = bucket_mb
+        self._has_reduced = False
         self._options = {**DDP_OPTIONS, **(options or {})}
         # made by the first forward: a rank that takes a lost one's place must not make it before the others do
         vars(self)["_ddp"] = None
@@ -169,6 +170,7 @@ class DDPReplica(Replica):
             _SYNC_OPTION: False,
             **self._options,
         }
+        self._has_reduced = False
         # in the dict, so that DDP isn't a submodule: its names would show in every name of the model
         vars(self)["_ddp"] = DistributedDataParallel(self.module, **options)
 
@@ -177,6 +179,8 @@ class DDPReplica(Replica):
         return self.reducer()(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
+        if self._options["static_graph"] and not self._has_reduced:
+            return nullcontext()  # its first backward must reduce; the mean over ranks of a mean is that mean
         context: AbstractContextManager[None] = self.reducer().no_sync()
         return context
 
@@ -205,6 +209,7 @@ class DDPReplica(Replica):
         """
         missing = [parameter for index, parameter in enumerate(self._trained) if index not in self._reached]
         self._reached.clear()
+        self._has_reduced = True
         if not missing or self._options["find_unused_parameters"] or self._options["static_graph"]:
             return  # DDP knows which
         self._completing = True

@@ -15,7 +15,7 @@ from nbtrain.parallel import shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.cell import require_all_ranks
 from nbtrain.parallel.evaluation import evaluate
-from nbtrain.parallel.holdings import holdings, holdings_text, measured
+from nbtrain.parallel.holdings import bucket_text, holdings, holdings_text, measured
 from nbtrain.parallel.layout import Layout, layout_of
 from nbtrain.parallel.loader import Loader, loader
 from nbtrain.parallel.loss import LossFn
@@ -187,7 +187,12 @@ class Trainer:
         """The plan in words, and a table of what this rank holds, as measured."""
         self._let_go()
         held = holdings(self)
-        return f"{self.plan.describe(num_parameters=held['num_parameters'])}\n{holdings_text(held)}"
+        lines = [
+            self.plan.describe(num_parameters=held["num_parameters"]),
+            holdings_text(held),
+            *bucket_text(self.model),
+        ]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<Trainer of {type(self.model).__name__}: {self.plan}, {self.num_steps} steps done>"

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import nn
 
 import nbtrain as nt
-from nbtrain.errors import GradientError, OptimizerError, SessionError
+from nbtrain.errors import GradientError, OptimizerError, PlanError, SessionError, UsageError
 from nbtrain.parallel.heal import heal
 from nbtrain.parallel.optimizer import ELEMENTWISE
 
@@ -313,5 +313,72 @@ def test_what_zero1_cannot_do_is_an_error() -> None:
             nt.Trainer(trainer.model, optimizer=lambda params: Own(params, lr=0.1), loss_fn=F.mse_loss)
         with pytest.raises(GradientError, match=r"from 'layers\."):
             trainer_of(grad_clip=1.0).step(torch.full((4, 8), float("nan")), torch.ones(4, 3))
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": False},
+        {"static_graph": True, "gradient_as_bucket_view": False},
+    ],
+    ids=str,
+)
+def test_options_of_ddp_change_no_number(ddp: dict[str, bool]) -> None:
+    class Idle(models.MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.idle = nn.Linear(2, 2)
+
+    def on_rank() -> None:
+        for accumulate in (1, 2):
+            plain = trainer_of("zero=0,bucket_mb=0.001", Idle, accumulate=accumulate)
+            trainer = trainer_of("zero=0,bucket_mb=0.001", Idle, accumulate=accumulate, ddp=ddp)
+            reducer = trainer.model.reducer()
+            assert reducer.static_graph == ddp.get("static_graph", False)
+            assert reducer.find_unused_parameters == ddp.get("find_unused_parameters", False)
+            assert reducer.gradient_as_bucket_view == ddp.get("gradient_as_bucket_view", True)
+            for step in range(3):
+                torch.testing.assert_close(trainer.step(*batch(step)), plain.step(*batch(step)))
+            torch.testing.assert_close(trainer.state_dict(), plain.state_dict())
+            assert trainer.model.idle.weight.grad is None
+
+    run_ranks(on_rank, 2)
+
+
+def test_options_of_ddp_are_checked() -> None:
+    def on_rank() -> None:
+        for ddp, message in {
+            "static": "ddp='static' is no dict",
+            "unknown": r"no option 'static_graf'; did you mean 'static_graph'\?",
+            "value": r"ddp=\{'static_graph': 1\} must be True or False",
+        }.items():
+            given = {"static": "static", "unknown": {"static_graf": True}, "value": {"static_graph": 1}}[ddp]
+            with pytest.raises(UsageError, match=message):
+                nt.parallelize(models.MLP(), nt.Plan(zero=0), ddp=given)
+        for zero in (1, 2, 3):
+            with pytest.raises(UsageError, match=f"zero={zero} does not use DDP.*type zero=0"):
+                nt.parallelize(models.MLP(), nt.Plan(zero=zero), ddp={"static_graph": True})
+        model = nt.parallelize(models.MLP(), nt.Plan(zero=0), ddp={"static_graph": True})
+        with pytest.raises(PlanError, match=r"laid out with ddp=\{'static_graph': True\}"):
+            nt.parallelize(model, nt.Plan(zero=0), ddp={})
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize(("spec", "num_buckets"), [("zero=0", 1), ("zero=1,bucket_mb=0.0001", 4)])
+def test_describe_tells_the_buckets(spec: str, num_buckets: int) -> None:
+    def on_rank() -> None:
+        trainer = trainer_of(spec)
+        for step in range(2):  # DDP orders its buckets by arrival in the first
+            trainer.step(*batch(step))
+        sizes = trainer.model.bucket_bytes()
+        total = sum(parameter.nbytes for parameter in trainer.model.parameters())
+        assert len(sizes) == num_buckets
+        assert total <= sum(sizes) <= 1.3 * total  # parts are padded
+        assert f"gradients travel in {num_buckets} bucket" in trainer.describe()
 
     run_ranks(on_rank, 2)
