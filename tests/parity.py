@@ -51,7 +51,8 @@ class Run:
     accumulate: int = 1
     grad_clip: float | None = None
     sizes: tuple[int, ...] | None = None  # of each rank's share; None: equal ones
-    autocast: bool = False  # the one device computes in bf16 too
+    autocast: torch.dtype | None = None  # of the one device too
+    compile: bool | str = False
     loss_scale: float | None = None  # that fp16 begins with; None leaves it
     optimizer: Callable[[Any], torch.optim.Optimizer] = field(
         # not Adam: it divides gradients that are 0 but for rounding by themselves
@@ -78,7 +79,7 @@ def check(model: str, spec: str, run: Run, tolerance: Tolerance = FP32) -> None:
 def _check(case: models.Case, plan: nt.Plan, run: Run, tolerance: Tolerance) -> None:
     reference, trainer = _reference(case), _trainer(case, plan, run)
     optimizer = run.optimizer(reference.parameters())
-    if not run.autocast:
+    if run.autocast is None:
         _compare("output", _forward(reference, case), _forward(trainer.model, case), tolerance)
     generator = torch.Generator().manual_seed(SEED)
     for step in range(run.steps):
@@ -99,7 +100,12 @@ def _reference(case: models.Case) -> nn.Module:
 def _trainer(case: models.Case, plan: nt.Plan, run: Run) -> nt.Trainer:
     # other weights on other ranks: rank 0's count
     torch.manual_seed(SEED + rank())
-    options = {"loss_fn": case.loss_fn, "grad_clip": run.grad_clip, "accumulate": run.accumulate}
+    options: dict[str, Any] = {
+        "loss_fn": case.loss_fn,
+        "grad_clip": run.grad_clip,
+        "accumulate": run.accumulate,
+        "compile": run.compile,
+    }
     trainer = nt.Trainer(case.make(), plan, optimizer=run.optimizer, **options)
     if run.loss_scale is not None:
         trainer._stepper.scaling = Scaling(run.loss_scale)
@@ -132,7 +138,7 @@ def _plain_step(
     optimizer.zero_grad()
     shares = [_share(batch, run, part) for part in range(world_size())]
     chunks = [_join([_chunk(share, run, index) for share in shares]) for index in range(run.accumulate)]
-    compute = _autocast(model) if run.autocast else model
+    compute = model if run.autocast is None else _autocast(model, run.autocast)
     losses = [_plain_loss(compute, case, chunk) for chunk in chunks]
     total = sum(value for value, _ in losses) / sum(weight for _, weight in losses)
     total.backward()
@@ -142,9 +148,9 @@ def _plain_step(
     return total.detach()
 
 
-def _autocast(model: nn.Module) -> Callable[..., Any]:
+def _autocast(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype):
             output = model(*args, **kwargs)
         return output.float() if isinstance(output, torch.Tensor) else output
 

@@ -48,7 +48,9 @@ def _whole(value: Any) -> Any:
         return value
     tensor = value.detach()
     if isinstance(tensor, DTensor):
-        return tensor.full_tensor().cpu()
+        # FSDP may keep shards on the CPU, where their mesh has no group to gather by
+        on_mesh: Any = tensor.to(tensor.device_mesh.device_type)
+        return on_mesh.full_tensor().cpu()
     return tensor.to("cpu", copy=True)
 
 

@@ -16,7 +16,7 @@ import nbtrain as nt
 from nbtrain.errors import OptimizerError, SessionError
 from nbtrain.parallel import optimizer_state
 from nbtrain.parallel.local import local
-from nbtrain.parallel.mirror import _ELEMENTWISE, Mirror
+from nbtrain.parallel.mirror import ELEMENTWISE, Mirror
 from nbtrain.parallel.snapshot import random_state
 
 
@@ -67,7 +67,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.parametrize("kind", _ELEMENTWISE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
 def test_it_steps_as_its_ward_does(kind: type[torch.optim.Optimizer]) -> None:
     def on_rank() -> None:
         trainer = trainer_of(
