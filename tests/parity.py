@@ -55,7 +55,8 @@ class Run:
     accumulate: int = 1
     grad_clip: float | None = None
     sizes: tuple[int, ...] | None = None  # of each rank's share; None: equal ones
-    autocast: bool = False  # the one device computes in bf16 too
+    autocast: torch.dtype | None = None  # of the one device too
+    compile: bool | str = False
     meta: bool = False  # the model is built under nt.meta_init
     loss_scale: float | None = None  # that fp16 begins with; None leaves it
     optimizer: Callable[[Any], torch.optim.Optimizer] = field(
@@ -87,7 +88,7 @@ def check_case(case: models.Case, spec: str, run: Run, tolerance: Tolerance) -> 
     reference = _reference(case, run, trainer)
     layout = trainer._stepper.layout
     optimizer = run.optimizer(reference.parameters())
-    if not run.autocast:
+    if run.autocast is None:
         _compare("output", _forward(reference, case), _forward(trainer.model, case), tolerance)
     generator = torch.Generator().manual_seed(SEED)
     for step in range(run.steps):
@@ -113,7 +114,12 @@ def _reference(case: models.Case, run: Run, trainer: nt.Trainer) -> nn.Module:
 def _trainer(case: models.Case, plan: nt.Plan, run: Run) -> nt.Trainer:
     # other weights on other ranks: rank 0's count
     torch.manual_seed(SEED + rank())
-    options = {"loss_fn": case.loss_fn, "grad_clip": run.grad_clip, "accumulate": run.accumulate}
+    options: dict[str, Any] = {
+        "loss_fn": case.loss_fn,
+        "grad_clip": run.grad_clip,
+        "accumulate": run.accumulate,
+        "compile": run.compile,
+    }
     with nt.meta_init(SEED) if run.meta else contextlib.nullcontext():
         model = case.make()
     trainer = nt.Trainer(model, plan, optimizer=run.optimizer, **options)
@@ -150,7 +156,7 @@ def _plain_step(
     optimizer.zero_grad()
     shares = [_share(batch, run, part, dp) for part in range(dp)]
     chunks = [_join([_chunk(share, run, index) for share in shares]) for index in range(run.accumulate)]
-    compute = _autocast(model) if run.autocast else model
+    compute = model if run.autocast is None else _autocast(model, run.autocast)
     losses = [_plain_loss(compute, case, chunk) for chunk in chunks]
     total = sum(value for value, _ in losses) / sum(weight for _, weight in losses)
     total.backward()
@@ -160,9 +166,9 @@ def _plain_step(
     return total.detach()
 
 
-def _autocast(model: nn.Module) -> Callable[..., Any]:
+def _autocast(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype):
             output = model(*args, **kwargs)
         return output.float() if isinstance(output, torch.Tensor) else output
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel import mesh
 from nbtrain.parallel.layout import Layout
 
 _END = "the end of forward"
@@ -65,8 +66,8 @@ class UnitOrder:
 
     def _agree(self, name: str) -> None:
         index = self._names.index(name)
-        device = next(self._root.parameters()).device
-        span = torch.tensor([index, -index], device=device)
+        # not where the parameters are: FSDP may keep them on the CPU
+        span = torch.tensor([index, -index], device=mesh.device_of(self._layout.mesh))
         dist.all_reduce(span, op=dist.ReduceOp.MAX, group=self._layout.group)
         last, first = int(span[0]), -int(span[1])
         if first != last:

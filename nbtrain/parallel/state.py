@@ -69,7 +69,9 @@ def whole(name: str, value: Any, layout: Layout) -> Any:
         return value
     tensor = value.detach()
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        # FSDP may keep shards on the CPU, where their mesh has no group to gather by
+        on_mesh: Any = tensor.to(tensor.device_mesh.device_type)
+        tensor = on_mesh.full_tensor()
     if (cut := layout.cuts.get(name)) is not None and layout.peers is not None:
         return whole_of(tensor, cut, layout.peers).cpu()
     return tensor.cpu() if isinstance(value, DTensor) else tensor.to("cpu", copy=True)

@@ -194,9 +194,10 @@ def test_what_no_scale_helps_is_an_error_in_the_end() -> None:
     trainer = nt.Trainer(models.MLP(), nt.Plan(precision="fp16"), optimizer=sgd, loss_fn=F.mse_loss)
     x, y = torch.full((2, 8), float("nan")), torch.zeros(2, 3)
     before = trainer.state_dict()
-    with pytest.raises(GradientError, match="gradients are not finite though the loss is scaled by 5.96"):
-        for _ in range(50):
-            trainer.step(x, y)
+    for _ in range(40):
+        trainer.step(x, y)
+    with pytest.raises(GradientError, match="gradients are not finite though the loss is scaled by 5"):
+        trainer.step(x, y)
     assert trainer.num_steps == trainer.num_skipped == 40
     torch.testing.assert_close(trainer.state_dict(), before, rtol=0, atol=0)
 

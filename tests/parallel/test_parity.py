@@ -49,7 +49,7 @@ def test_replicated_bf16_is_one_device_under_autocast(ranks: int) -> None:
         for model in models.CASES:
             # one rounding more or less flips a ReLU; batch normalisation spreads that over the batch
             steps = 1 if model == "conv" else 2
-            check(model, "zero=0,precision=bf16", Run(steps=steps, grad_clip=1.0, autocast=True), SAME_BF16)
+            check(model, "zero=0,precision=bf16", Run(steps=steps, grad_clip=1.0, autocast=torch.bfloat16), SAME_BF16)
 
     run_ranks(on_rank, ranks)
 

@@ -95,6 +95,21 @@ def test_zero_and_what_differs_from_the_defaults_is_shown() -> None:
     assert repr(Plan(zero=0, offload=["optimizer", "params"])) == "Plan(zero=0, offload='params+optimizer')"
 
 
+def test_precision_recomputation_and_offload_are_described() -> None:
+    text = Plan(precision="fp16", recompute=2, offload="params+activations").describe(world_size=2)
+    assert "fp16 compute under a loss scale" in text
+    assert "one block in 2 keeps its inputs only, and computes the rest again in backward" in text
+    assert "to host memory: parameters, gradients and optimizer state, for good; what blocks keep from" in text
+    assert "each block keeps its inputs, matrix products and attention" in Plan(recompute="selective").describe()
+    assert all(word not in Plan().describe() for word in ("precision", "recompute", "offload"))
+
+
+def test_parameters_that_are_not_sharded_cannot_be_offloaded() -> None:
+    Plan(zero=2, offload="params").require_supported()
+    with pytest.raises(PlanError, match=r"zero=0 shards no parameters; type zero=3 or zero=2"):
+        Plan(zero=0, offload="params").require_supported()
+
+
 def test_spaces_and_an_empty_text_are_understood() -> None:
     assert Plan.parse("  zero = 0 , tp=2 ") == Plan(zero=0, tp=2)
     assert Plan.parse("") == Plan()
@@ -186,9 +201,6 @@ def test_replicas_are_counted_by_either_degree() -> None:
         (Plan(zero=1), "zero=1"),
         (Plan(tp=2), "tp=2"),
         (Plan(pp=2), "pp=2"),
-        (Plan(precision="fp16"), "precision='fp16'"),
-        (Plan(recompute="full"), "recompute='full'"),
-        (Plan(offload="params"), "offload=('params',)"),
         (Plan(zero=0, algorithm="qadam"), "algorithm='qadam'"),
         (Plan(hierarchical=True), "hierarchical=True"),
     ],
