@@ -92,7 +92,7 @@ def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred) -> nn.Module:
         preflight.check_same_on_ranks(model, layout.group)
         check_same_start(deferred, layout.group)
     if device is not None:
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
     if layout.group is not None:
         broadcast_weights(model, layout.group)
     if not layout.shards:
