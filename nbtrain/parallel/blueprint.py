@@ -49,7 +49,7 @@ def materialise(module: nn.Module, device: torch.device | None) -> nn.Module:
         for slots in (part._parameters, part._buffers):
             for name, tensor in slots.items():
                 if tensor is not None:
-                    slots[name] = made.setdefault(id(tensor), _with_memory(tensor, device))  # type: ignore[assignment]
+                    slots[name] = made.setdefault(id(tensor), with_memory(tensor, device))  # type: ignore[assignment]
     return module
 
 
@@ -88,7 +88,8 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     return twin
 
 
-def _with_memory(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def with_memory(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """The same on ``device``; of a meta tensor, with arbitrary numbers in it."""
     if not tensor.is_meta:
         return tensor.to(device)
     data = torch.empty_like(tensor, device=device, requires_grad=False)

@@ -12,7 +12,7 @@ import random
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbtrain.errors import ModelError, UsageError
-from nbtrain.parallel.tape import Constant, Entry, Ref, Slot, history, record, ref_of, replay, slot_of, track
+from nbtrain.parallel.tape import Constant, Entry, Ref, Slot, history, record, ref_of, replay, slot_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _CURE = "build the model without nt.meta_init()"
@@ -127,11 +127,11 @@ def changed_since(tensor: torch.Tensor) -> bool:
     return bool(_versions.get(tensor, tensor._version) != tensor._version)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operations on meta, and records those that make or change a storage."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,14 +166,10 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A recorded tensor with the value of a real one."""
         twin = torch.empty_like(tensor, device=_META)
-        track(twin, self._seed)
-        ref = ref_of(twin, slot_of(twin))  # type: ignore[arg-type]  # it has one now
-        arguments = ((ref, Constant(tensor.detach().clone())), {})
-        made = ((list(tensor.shape), list(twin.stride())), {"dtype": tensor.dtype, "device": _META})
-        changed = [ref.slot]
-        record(torch.ops.aten.empty_strided.default, made, twin, changed, self._seed)
-        record(torch.ops.aten.copy_.default, arguments, twin, changed, self._seed)
+        arguments: Any = (Constant(tensor.detach().clone()),), {}
+        record(torch.ops.aten.clone.default, arguments, twin, [], self._seed)
         return twin
 
 
@@ -222,13 +218,14 @@ def _value(tensor: torch.Tensor) -> torch.Tensor:
         return replay(ref_of(tensor, slot), _CPU, lambda entry: None)
 
 
+_TENSOR: Any = torch.Tensor
 _ANSWERS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.device.__get__: lambda tensor: _CPU,  # type: ignore[attr-defined]
-    torch.Tensor.is_meta.__get__: lambda tensor: False,  # type: ignore[attr-defined]
-    torch.Tensor.is_cpu.__get__: lambda tensor: True,  # type: ignore[attr-defined]
-    torch.Tensor.tolist: lambda tensor: _value(tensor.detach()).tolist(),
-    torch.Tensor.numpy: lambda tensor, **options: _value(tensor.detach()).numpy(**options),
-    torch.Tensor.__array__: lambda tensor, *args, **options: _value(tensor.detach()).__array__(*args, **options),
+    _TENSOR.device.__get__: lambda tensor: _CPU,
+    _TENSOR.is_meta.__get__: lambda tensor: False,
+    _TENSOR.is_cpu.__get__: lambda tensor: True,
+    _TENSOR.tolist: lambda tensor: _value(tensor.detach()).tolist(),
+    _TENSOR.numpy: lambda tensor, **options: _value(tensor.detach()).numpy(**options),
+    _TENSOR.__array__: lambda tensor, *args: cast(Any, _value(tensor.detach())).__array__(*args),
 }
 
 

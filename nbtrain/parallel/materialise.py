@@ -4,7 +4,7 @@ part and one whole parameter."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel.blueprint import with_memory
 from nbtrain.parallel.deferred import Deferred
 
 Part = Callable[[str, torch.Tensor], torch.Tensor]
@@ -37,7 +38,8 @@ def check_same_start(deferred: Deferred, group: dist.ProcessGroup) -> None:
 
 def materialise_buffers(model: nn.Module, deferred: Deferred, device: torch.device) -> None:
     """Makes the buffers, whole, in place. No plan shards them."""
-    _fill(model, "_buffers", lambda name, old: deferred.make(name, device))
+    for name, buffer in _with_memory(model, "_buffers", device).items():
+        buffer.copy_(deferred.make(name, device))
 
 
 def materialise_shards(model: nn.Module, deferred: Deferred, device: torch.device, part: Part | None = None) -> None:
@@ -49,48 +51,42 @@ def materialise_shards(model: nn.Module, deferred: Deferred, device: torch.devic
         device: Where the parameters live.
         part: Applied to each whole parameter before FSDP's slice is taken; None where nothing else cuts.
     """
-
-    def make(name: str, old: torch.Tensor) -> torch.Tensor:
-        whole = deferred.make(name, device)
-        mine = whole if part is None else part(name, whole)
-        return _parameter(_laid_out(mine, old), old)
-
-    _fill(model, "_parameters", make)
+    # all memory that stays comes first: what is freed in between would leave holes
+    parameters = _with_memory(model, "_parameters", device)
     _tell_fsdp(model)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            whole = deferred.make(name, device)
+            mine = whole if part is None else part(name, whole)
+            _local(parameter).copy_(_slice(mine, parameter))
+            del whole, mine
 
 
-def _fill(model: nn.Module, kind: str, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Puts what ``make`` gives in the place of each meta tensor; a tied one is made once."""
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+def _with_memory(model: nn.Module, kind: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """Puts uninitialised memory in the place of each meta tensor; what was made, by first name."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    names: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         slots = getattr(module, kind)
         for key, old in slots.items():
-            if old is not None and old.is_meta:
-                name = f"{prefix}.{key}" if prefix else key
-                # with the old one, so that no other gets its id
-                if id(old) not in made:
-                    made[id(old)] = (old, make(name, old))
-                slots[key] = made[id(old)][1]
+            if old is None or not old.is_meta:
+                continue
+            if old not in made:
+                names[f"{prefix}.{key}" if prefix else key] = made[old] = with_memory(old, device)
+            slots[key] = made[old]
+    return names
 
 
-def _laid_out(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``whole`` as ``like`` lies, in memory of its own."""
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _slice(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``whole``, as ``like`` lies."""
     if not isinstance(like, DTensor):
-        return whole.to(like.dtype)
+        return whole
     # no source rank: each rank slices its own copy
-    cut = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    local = cut.to_local().to(like.dtype)
-    if local.untyped_storage().nbytes() > local.numel() * local.element_size():
-        local = local.clone()  # a slice would keep the whole
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
-def _parameter(data: torch.Tensor, old: torch.Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(data.detach(), requires_grad=old.requires_grad)
-    vars(parameter).update(vars(old))
-    return parameter
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def _tell_fsdp(model: nn.Module) -> None:
@@ -98,6 +94,6 @@ def _tell_fsdp(model: nn.Module) -> None:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[attr-defined]
+                for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
                     for record in group.fsdp_params:
                         record.reset_sharded_param()

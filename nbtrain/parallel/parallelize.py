@@ -142,7 +142,7 @@ def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred, probe: Any) -
         preflight.check_same_on_ranks(model, layout.everyone)
         check_same_start(deferred, layout.everyone)
     if device is not None:
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
     if layout.everyone is not None:
         broadcast_weights(model, layout.everyone)
     if layout.peers is not None:

@@ -31,6 +31,7 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module
     Returns:
         The units inside the root, by name.
     """
+    _make_contiguous(model)
     units = self_contained(model, repeated_blocks(model))
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -47,6 +48,12 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module
     # a rank whose branch doesn't use a parameter must still reduce it: the others wait
     root.set_reduce_scatter_unused_params(True)
     return units
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """FSDP shards parameters in their natural order only; transposed and channels-last ones have the same numbers."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:

@@ -114,7 +114,7 @@ class Entry:
             tensor.zero_()  # what is never initialised must be the same on all ranks
         if (tensor.stride(), tensor.storage_offset()) == (ref.stride, ref.offset):
             return tensor.untyped_storage()
-        storage = torch.UntypedStorage(ref.slot.num_bytes, device=tensor.device)
+        storage = torch.UntypedStorage(ref.slot.num_bytes, device=tensor.device)  # type: ignore[no-untyped-call]
         ref.of(storage).copy_(tensor)
         return storage
 
@@ -130,7 +130,7 @@ def slot_of(tensor: torch.Tensor) -> Slot | None:
 
 
 def ref_of(tensor: torch.Tensor, slot: Slot) -> Ref:
-    return Ref(slot, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    return Ref(slot, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def track(tensor: torch.Tensor, seed: int) -> Slot:
