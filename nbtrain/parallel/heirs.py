@@ -130,7 +130,7 @@ class ModelHeir(Heir):
         now = attributes(model.module), trained
         layout = model.layout
         update = layout.result.standing() if isinstance(layout.result, ShardedUpdate) else None
-        how = {name: getattr(layout, name) for name in ("order", "tensor", "compile", "ddp")}
+        how = {name: getattr(layout, name) for name in ("order", "tensor", "draws", "compile", "ddp")}
         return here.pack((blueprint, layout.plan, how, now, update))
 
     def numbers(self, here: Here, mirrored: bool) -> Any:
@@ -144,6 +144,8 @@ class ModelHeir(Heir):
     def build(self, here: Here, structure: bytes) -> None:
         blueprint, plan, how, (values, trained), update = here.unpack(structure)
         layout = Layout(plan, mesh.standing_mesh(plan), blueprint=blueprint, **how)
+        if layout.draws is not None:
+            layout.draws.coordinate = mesh.data_coordinate(plan, mesh.rank())
         module = materialise(copy.deepcopy(blueprint.module), mesh.device_of(layout.mesh))
         lay_out_again(module, layout)
         if isinstance(layout.result, ShardedUpdate):

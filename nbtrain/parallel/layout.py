@@ -18,6 +18,7 @@ from nbtrain.parallel.live import Grouped
 from nbtrain.parallel.mesh import data_mesh
 from nbtrain.parallel.tensor.cuts import Cut, TensorPlan
 from nbtrain.parallel.tensor.peers import TensorGrouped
+from nbtrain.parallel.tensor.random import Draws
 from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.parallel.usage import Usage
 from nbtrain.plan import Plan
@@ -44,6 +45,7 @@ class Layout:
         ddp: Options of DDP's reducer.
         order: Of the units in forward, as ranks agreed on it, by training mode; where FSDP shards.
         tensor: Which part of each layer a tensor-parallel rank holds; None without tp.
+        draws: With tp, what random numbers of a forward come from.
         loop: What makes training loops of one's own right with tp; None without.
         compile: Whether, or by which backend, blocks are compiled.
     """
@@ -58,6 +60,7 @@ class Layout:
     ddp: Mapping[str, bool] = field(default_factory=dict)
     order: dict[bool, list[str]] = field(default_factory=dict)
     tensor: TensorPlan | None = None
+    draws: Draws | None = None
     loop: OwnLoop | None = None
     compile: bool | str = False
     _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)

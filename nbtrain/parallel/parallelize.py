@@ -29,6 +29,7 @@ from nbtrain.parallel.replicate import DDPReplica, Replica, check_ddp_options
 from nbtrain.parallel.shard import shard
 from nbtrain.parallel.state import part_of
 from nbtrain.parallel.tensor.apply import lay_out
+from nbtrain.parallel.tensor.random import Draws, agreed_seed, seed_forwards
 from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.parallel.usage import ShardUsage
 from nbtrain.plan import Plan
@@ -149,6 +150,9 @@ def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred, probe: Any) -
         from nbtrain.parallel.tensor.decide import decide  # its parts are many, and needed for tp alone
 
         layout.tensor = decide(model, layout.plan, layout.peers, _device(layout), probe)
+        assert layout.everyone is not None, "peers are among them"
+        # of all ranks one: a rank that takes a lost one's place has it from any
+        layout.draws = Draws(agreed_seed(layout.everyone, device), meshes.data_coordinate(layout.plan, meshes.rank()))
         _cut(model, layout)
     if not layout.shards:
         materialise_shards(model, deferred, _device(layout), _part(layout))
@@ -158,7 +162,7 @@ def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred, probe: Any) -
 def _cut(model: nn.Module, layout: Layout) -> None:
     """Each layer becomes this rank's part. Moves nothing."""
     if layout.tensor is not None and layout.peers is not None:
-        lay_out(model, layout.tensor, layout.peers, rank=layout.part)
+        lay_out(model, layout.tensor, layout.peers, rank=layout.part, loss_parallel=layout.plan.loss_parallel)
 
 
 def _part(layout: Layout) -> Part:
@@ -189,6 +193,8 @@ def _change_forward(model: nn.Module, layout: Layout) -> None:
     if "activations" in (plan.offload or ()):
         offload_activations(model)
     compute_in(model, plan.precision, device)
+    if layout.draws is not None:
+        seed_forwards(model, layout.draws)
 
 
 def _wrap(model: nn.Module, layout: Layout, deferred: Deferred | None) -> nn.Module:

@@ -40,7 +40,7 @@ def _digests(batch: Batch) -> tuple[int, int]:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             shapes.append(f"{tuple(leaf.shape)} {leaf.dtype}")
-            content.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            content.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         else:
             content.update(_bytes(leaf))
     return _number(hashlib.blake2b("|".join(shapes).encode(), digest_size=8)), _number(content)

@@ -52,5 +52,5 @@ class Spread:
         # one message: they are small
         flat = torch.cat([part.flatten().float() for part in parts])
         dist.all_reduce(flat, group=self._layout.peers)
-        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        for part, total in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
             part.copy_(total.view_as(part))

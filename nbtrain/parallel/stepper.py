@@ -30,7 +30,8 @@ from nbtrain.parallel import gradients, live, mesh, offload, shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
-from nbtrain.parallel.mirror import ELEMENTWISE, Mirror
+from nbtrain.parallel.mirror import Mirror
+from nbtrain.parallel.optimizer import ELEMENTWISE
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.scaler import Scaling
@@ -104,6 +105,8 @@ class Stepper:
         step = self.phase.num_steps + 1
         self._snapshot = Snapshot(self.model, self.device)
         self.phase = Phase(Stage.COMPUTING, step)
+        if self.layout.draws is not None:
+            self.layout.draws.begin(step)
         try:
             gradients.drop(self.parameters)
             if self.layout.everyone is None:
@@ -137,6 +140,8 @@ class Stepper:
         assert self._snapshot is not None, "taken when the step began"
         gradients.drop(self.parameters)
         self._snapshot.restore()
+        if self.layout.draws is not None:
+            self.layout.draws.begin(step)
         self.phase = Phase(Stage.COMPUTING, step)
 
     def mirror_again(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel.blocks import repeated_blocks
 from nbtrain.parallel.tensor.cuts import TensorPlan
 from nbtrain.parallel.tensor.describe import describe
-from nbtrain.parallel.tensor.patterns import from_patterns
 from nbtrain.parallel.tensor.probe import probe_inputs
 from nbtrain.parallel.tensor.proof import Call, recorded, refuted, without
 from nbtrain.parallel.tensor.recognise import findings, recognise
+from nbtrain.parallel.tensor.stated import from_patterns
 from nbtrain.parallel.tensor.twin import twin_of
 from nbtrain.plan import Plan
 
@@ -39,7 +41,7 @@ def decide(
     twin = twin_of(model, device)
     patterns = plan.tp_plan if isinstance(plan.tp_plan, Mapping) else None
     call = as_call(probe, device) if probe is not None else probe_inputs(twin, device)
-    if problems := findings(twin, plan.tp, call):
+    if patterns is None and call is not None and (problems := findings(twin, plan.tp, call)):
         raise ModelError("\n".join(problems))
     chosen = _chosen(twin, plan, patterns, call)
     calls = {} if call is None else recorded(twin, chosen, call)
@@ -50,6 +52,8 @@ def decide(
     chosen = without(chosen, wrong)
     if not chosen.layers:
         raise ModelError(_nothing(model, plan, chosen, call))
+    if plan.sequence_parallel:
+        chosen = replace(chosen, trunk=tuple(_trunk(model)))
     if dist.get_rank() == 0:
         print(describe(chosen, model))
     return chosen
@@ -68,13 +72,26 @@ def as_call(probe: Any, device: torch.device) -> Call:
 
 def _chosen(model: nn.Module, plan: Plan, patterns: Mapping[str, str] | None, call: Call | None) -> TensorPlan:
     if patterns is not None:
-        return from_patterns(model, plan.tp, patterns, call, sequence=plan.sequence_parallel)
+        return from_patterns(model, plan.tp, patterns, call)
     if call is None:
         raise ModelError(
             f"no inputs could be made up that {type(model).__name__}'s forward takes, and tp={plan.tp} is found in a "
             "forward on a tiny batch; give one: nt.Trainer(..., probe=inputs) or nt.parallelize(..., probe=inputs)"
         )
-    return recognise(model, plan.tp, call, sequence=plan.sequence_parallel)
+    return recognise(model, plan.tp, call)
+
+
+def _trunk(model: nn.Module) -> list[str]:
+    """Names of the blocks between whose layers activations are cut along the sequence."""
+    blocks = list(repeated_blocks(model))
+    stacks = {name.rpartition(".")[0] for name in blocks}
+    if len(stacks) != 1:
+        told = f"has {len(stacks)}: {', '.join(sorted(stacks))}" if stacks else "has none"
+        raise ModelError(
+            f"sequence_parallel=True cuts activations between the blocks of one stack, and {type(model).__name__} "
+            f"{told}; type sequence_parallel=False"
+        )
+    return blocks
 
 
 def _nothing(model: nn.Module, plan: Plan, chosen: TensorPlan, call: Call | None) -> str:

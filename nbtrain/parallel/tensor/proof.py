@@ -64,7 +64,7 @@ def refuted(model: nn.Module, plan: TensorPlan, calls: Mapping[str, Call], group
         calls: As `recorded`, the same on every peer.
         group: The peers.
     """
-    wrong = {}
+    wrong: dict[str, str] = {}
     for trial in trials(model, plan):
         if trial.name not in calls:
             continue  # the probe does not reach it
@@ -149,15 +149,16 @@ def _problem(model: nn.Module, trial: Trial, call: Call, group: dist.ProcessGrou
         got = _run(cut["it"], call)
     except Exception as problem:  # the user's code runs here, on parts
         return f"its code cannot run on a part ({type(problem).__name__}: {str(problem).splitlines()[0]})"
-    for what, ours, theirs in _pairs(expected, got):
-        if error := _error(ours, theirs):
+    for what, right, found in _pairs(expected, got):
+        if error := _error(right, found):
             return f"its {what} would be off by {error:.2g}"
     cuts, partial = trial.plan.parameters, trial.plan.partial
     theirs_by_name = dict(cut["it"].named_parameters())
     for name, parameter in whole.named_parameters():
-        ours, theirs = parameter.grad, theirs_by_name[name].grad
+        ours: torch.Tensor | None = parameter.grad
+        theirs: torch.Tensor | None = theirs_by_name[name].grad
         if ours is None or theirs is None:
-            continue
+            continue  # frozen
         if f"it.{name}" in partial:
             dist.all_reduce(theirs, group=group)
         if (one := cuts.get(f"it.{name}")) is not None:
