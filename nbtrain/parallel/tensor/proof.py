@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from nbtrain.parallel.tensor.apply import lay_out
 from nbtrain.parallel.tensor.cuts import Layer, Region, TensorPlan
 from nbtrain.parallel.tensor.parts import take_part
+from nbtrain.parallel.tensor.sequence import sequence_partial
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 TOLERANCE = 1e-4
@@ -87,8 +88,10 @@ def without(plan: TensorPlan, wrong: Mapping[str, str]) -> TensorPlan:
 
 
 def _tops(plan: TensorPlan) -> list[str]:
-    """Regions, and cut layers in none."""
-    return [*plan.regions, *(name for name in plan.layers if not _inside(name, plan.regions))]
+    """Blocks of the trunk with sequence parallelism; regions that are in none, and cut layers that are in neither."""
+    tops = dict.fromkeys(plan.trunk)
+    tops |= dict.fromkeys(name for name in plan.regions if not _inside(name, tops))
+    return [*tops, *(name for name in plan.layers if not _inside(name, tops))]
 
 
 def _inside(name: str, tops: Mapping[str, Any]) -> bool:
@@ -109,12 +112,12 @@ def _alone(plan: TensorPlan, name: str) -> TensorPlan:
     layers: dict[str, Layer] = {inner(n): layer for n, layer in plan.layers.items() if _inside(n, at)}
     regions: dict[str, Region] = {inner(n): region for n, region in plan.regions.items() if _inside(n, at)}
     partial = tuple(inner(n) for n in plan.partial if _inside(n, at))
-    return TensorPlan(plan.degree, layers, regions, partial)
+    return TensorPlan(plan.degree, layers, regions, partial, trunk=("it",) if name in plan.trunk else ())
 
 
 def _signature(plan: TensorPlan) -> str:
     layers = [(name, layer.style, sorted(layer.cuts.items())) for name, layer in plan.layers.items()]
-    return repr((layers, list(plan.regions.items()), plan.partial))
+    return repr((layers, list(plan.regions.items()), plan.partial, plan.trunk))
 
 
 def _calls(model: nn.Module, names: list[str], probe: Call) -> dict[str, Call]:
@@ -129,7 +132,7 @@ def _calls(model: nn.Module, names: list[str], probe: Call) -> dict[str, Call]:
 
             handles.append(module.register_forward_pre_hook(keep, with_kwargs=True, prepend=True))
     try:
-        with _as_it_was(model), torch.no_grad():
+        with _as_it_was(model), torch.enable_grad():  # which inputs have a gradient is a part of the call
             model(*probe[0], **probe[1])
     finally:
         for handle in handles:
@@ -152,7 +155,7 @@ def _problem(model: nn.Module, trial: Trial, call: Call, group: dist.ProcessGrou
     for what, right, found in _pairs(expected, got):
         if error := _error(right, found):
             return f"its {what} would be off by {error:.2g}"
-    cuts, partial = trial.plan.parameters, trial.plan.partial
+    cuts, partial = trial.plan.parameters, {*trial.plan.partial, *sequence_partial(cut, trial.plan)}
     theirs_by_name = dict(cut["it"].named_parameters())
     for name, parameter in whole.named_parameters():
         ours: torch.Tensor | None = parameter.grad
@@ -171,7 +174,7 @@ def _problem(model: nn.Module, trial: Trial, call: Call, group: dist.ProcessGrou
 def _run(module: nn.Module, call: Call) -> list[tuple[str, torch.Tensor]]:
     """Outputs and gradients of the inputs, of a sum of the outputs with fixed weights."""
     leaves, tree = tree_flatten(call)
-    inputs = [leaf.clone().requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
+    inputs = [_copied(leaf) for leaf in leaves]
     args, kwargs = tree.unflatten(inputs) if hasattr(tree, "unflatten") else call
     with torch.enable_grad():
         outputs = [leaf for leaf in tree_flatten(module(*args, **kwargs))[0] if _is_float(leaf) and leaf.requires_grad]
@@ -218,7 +221,12 @@ def _is_float(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    try:
+        return copy.deepcopy(value)  # a cache of keys and values, which the forward fills
+    except Exception:  # what cannot be copied is shared, as it would be by two calls
+        return value
 
 
 def _made_up(module: nn.Module, call: Call) -> Call:
@@ -231,7 +239,8 @@ def _made_up(module: nn.Module, call: Call) -> Call:
     def drawn(tensor: torch.Tensor, scale: float) -> torch.Tensor:
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor
-        return (torch.randn(tensor.shape, generator=generator) * scale).to(device, tensor.dtype)
+        values = (torch.randn(tensor.shape, generator=generator) * scale).to(device, tensor.dtype)
+        return values.requires_grad_(tensor.requires_grad)
 
     made: dict[int, torch.Tensor] = {}
     for part in module.modules():
@@ -239,7 +248,7 @@ def _made_up(module: nn.Module, call: Call) -> Call:
             for name, old in slots.items():
                 if old is not None and old.is_meta:
                     if id(old) not in made:
-                        new = drawn(old, 0.1)
+                        new = drawn(old, 0.1).detach()
                         made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
                     slots[name] = made[id(old)]  # type: ignore[assignment]
     if not made:
