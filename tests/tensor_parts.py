@@ -89,6 +89,8 @@ class _Layer:
                     piece = part_of(given.detach(), each, self.parts.degree, self.part).clone()
                     cut[id(given)] = nn.Parameter(piece, requires_grad=given.requires_grad)
                 module._parameters[own] = cut[id(given)]
+            if layer.style == "replicate":
+                continue
             forward = getattr(self, layer.style)
             module.forward = forward(module, layer.cuts["weight"], name in entered)  # type: ignore[method-assign]
         for name, region in self.plan.regions.items():

@@ -36,12 +36,17 @@ def matrix_of(module: nn.Module) -> Matrix | None:
         return None
     if type(module).forward is nn.Linear.forward:
         return Matrix(0, weight.shape[1], weight.shape[0])
-    if isinstance(module, nn.Linear | nn.Embedding) or (bias is not None and bias.shape != weight.shape[1:]):
+    if isinstance(module, nn.Embedding):
         return None
-    return Matrix(1, *weight.shape) if _multiplies(module, weight, bias) else None
+    for out_dim in (0, 1) if isinstance(module, nn.Linear) else (1,):
+        oriented = weight.t() if out_dim == 0 else weight
+        if (bias is None or bias.shape == oriented.shape[1:]) and _multiplies(module, oriented, bias):
+            return Matrix(out_dim, *oriented.shape)
+    return None
 
 
 def _multiplies(module: nn.Module, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether ``module`` gives ``x @ weight + bias`` for a random ``x``."""
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(2, 3, weight.shape[0], generator=generator, device=weight.device).to(weight.dtype)
     with torch.no_grad():

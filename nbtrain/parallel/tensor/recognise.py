@@ -97,6 +97,7 @@ class Chosen:
                 self.undivided.append(Undivided(joint.names, self.analysis.region(joint)[-1], count))
         self._take_attentions()
         self._take_vocabulary()
+        self._take_holders()
         self.layers = dict(sorted(self.layers.items(), key=lambda item: self._order(item[0])))
 
     def _order(self, name: str) -> int:
@@ -122,10 +123,10 @@ class Chosen:
 
     def _free(self, joint: Joint) -> bool:
         """None of its layers, nor one of the same weight, is cut otherwise."""
-        taken = {self.analysis.weight(name) for name in self.layers}
-        mine = {self.analysis.weight(name) for name in joint.names}
-        columns = {self.analysis.weight(name) for name in joint.columns}
-        return not (taken & mine) and not columns & {self.analysis.weight(name) for name in joint.rows}
+        taken = {self._weight(name) for name in self.layers}
+        mine = {self._weight(name) for name in joint.names}
+        columns = {self._weight(name) for name in joint.columns}
+        return not (taken & mine) and not columns & {self._weight(name) for name in joint.rows}
 
     def _take(self, joint: Joint, cuts: list[tuple[int, ...]]) -> None:
         self.joints.append(joint)
@@ -156,16 +157,33 @@ class Chosen:
         name = self.analysis.vocabulary(SMALLEST_VOCABULARY)
         if name is None:
             return
-        module = self.analysis.layers.embeddings[name]
-        heads = [each for each in self.analysis.heads(module) if each not in self.layers]
-        tied = [head for head in heads if self.analysis.weight(head) == self.analysis.weight(name)]
-        if self._whole_rows(module.num_embeddings, name, *tied) and self._wants("vocab", name):
-            if self._wants("colwise_gather_output", *tied):
-                self.layers[name] = Layer("vocab", {"weight": Cut(0, (module.num_embeddings,))})
+        size = self.analysis.layers.embeddings[name].num_embeddings
+        heads = [each for each in self.analysis.heads(size) if each not in self.layers]
+        same = [each for each in self.analysis.layers.embeddings if self._weight(each) == self._weight(name)]
+        tied = [head for head in heads if self._weight(head) == self._weight(name)]
+        wanted = self._wants("vocab", *same) and self._wants("colwise_gather_output", *tied)
+        if wanted and self._whole_rows(size, *same, *tied):
+            self.layers |= {each: Layer("vocab", {"weight": Cut(0, (size,))}) for each in same}
         for head in heads:
-            cut = name in self.layers if head in tied else self._whole_rows(module.num_embeddings, head)
+            cut = name in self.layers if head in tied else self._whole_rows(size, head)
             if cut and self._wants("colwise_gather_output", head):
-                self.layers[head] = self._column(head, "colwise_gather_output", (module.num_embeddings,))
+                self.layers[head] = self._column(head, "colwise_gather_output", (size,))
+
+    def _weight(self, name: str) -> int:
+        return self.analysis.weight(name)
+
+    def _take_holders(self) -> None:
+        """Modules that hold a cut parameter without using it have the part as well."""
+        cuts = {
+            id(parameter): cut
+            for name, layer in self.layers.items()
+            for own, cut in layer.cuts.items()
+            if (parameter := self.analysis.model.get_submodule(name)._parameters.get(own)) is not None
+        }
+        for name, module in self.analysis.model.named_modules():
+            held = {own: cuts[id(each)] for own, each in module._parameters.items() if id(each) in cuts}
+            if held and name not in self.layers:
+                self.layers[name] = Layer("replicate", held)
 
     def _whole_rows(self, size: int, *names: str) -> bool:
         return size % self.degree == 0 and not any(map(self.analysis.used_elsewhere, names))

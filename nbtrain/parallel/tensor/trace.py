@@ -48,12 +48,12 @@ class Record:
     Attributes:
         touches: Of features, in order.
         partial: Whole leaves that act on features: their id and one of the features.
-        used: Ids of tensors that some operation outside of layers took.
+        used: Ids of tensors that some operation outside of layers took, and in which modules.
     """
 
     touches: list[Touch] = field(default_factory=list)
     partial: list[tuple[int, int]] = field(default_factory=list)
-    used: set[int] = field(default_factory=set)
+    used: dict[int, set[str]] = field(default_factory=dict)
 
 
 def nodes_of(value: Any) -> Tensor | None:
@@ -97,7 +97,8 @@ class Trace(TorchFunctionMode):
 
     def _use(self, operands: list[Tensor], result: Any) -> None:
         if any(True for _ in tensors(result)):
-            self.record.used.update(map(id, operands))
+            for value in operands:
+                self.record.used.setdefault(id(value), set()).update(self.stack)
             self._alive += operands
 
     def _touch(self, func: Func, args: Any, kwargs: Any, result: Any, joined: int) -> None:
