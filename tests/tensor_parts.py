@@ -78,8 +78,12 @@ class _Layer:
         return Sum.apply(x, self.parts, self.part, False)
 
     def lay_out(self, model: nn.Module) -> None:
-        entered = {f"{name}.{own}" if name else own for name, region in self.plan.regions.items() if region.inputs
-                   for own in region.layers}
+        entered = {
+            f"{name}.{own}" if name else own
+            for name, region in self.plan.regions.items()
+            if region.inputs
+            for own in region.layers
+        }
         cut: dict[int, nn.Parameter] = {}
         for name, layer in self.plan.layers.items():
             module = model.get_submodule(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -14,31 +14,47 @@ from nbtrain.parallel.tensor.joints import Analysis, Joint, Undivided
 from nbtrain.parallel.tensor.layers import Frames
 from nbtrain.parallel.tensor.patterns import own_plan, styles_of
 from nbtrain.parallel.tensor.probe import Probe
+from nbtrain.parallel.tensor.proof import Refused, prove
 from nbtrain.parallel.tensor.reasons import reasons
 
 SMALLEST_VOCABULARY = 32
 """Rows below which an embedding isn't worth a collective."""
 
 
-def recognise(model: nn.Module, degree: int, probe: Probe) -> TensorPlan:
+def recognise(model: nn.Module, degree: int, probe: Probe, whole: Collection[str] = ()) -> TensorPlan:
     """Which layers of ``model`` are cut over ``degree`` ranks, and how.
 
     The same on all ranks whose models are the same.
 
     Args:
         probe: Arguments for one forward (`probe.probe_inputs`).
+        whole: Modules that stay whole.
     """
-    return plan_of(Analysis(model, probe), degree)
+    analysis, refused = Analysis(model, probe), dict.fromkeys(whole, "tp_plan says so")
+    while True:
+        plan = plan_for(Chosen(analysis, degree, refused=refused))
+        try:
+            prove(model, plan, probe)
+        except Refused as error:
+            refused |= dict.fromkeys(_alike(model, plan, error.region), f"its code does not run on a part: {error}")
+        else:
+            return plan
+
+
+def _alike(model: nn.Module, plan: TensorPlan, refused: str) -> list[str]:
+    """The layers of a region, and of others of its kind."""
+    kind, layers = type(model.get_submodule(refused)), plan.regions[refused].layers
+    return [
+        f"{name}.{own}" if name else own
+        for name, region in plan.regions.items()
+        if region.layers == layers and type(model.get_submodule(name)) is kind
+        for own in layers
+    ]
 
 
 def findings(model: nn.Module, degree: int, probe: Probe) -> list[str]:
     """What ``degree`` does not divide: numbers of heads and hidden sizes, each with the degrees that would do."""
     return Chosen(Analysis(model, probe), degree).findings()
-
-
-def plan_of(analysis: Analysis, degree: int) -> TensorPlan:
-    """The plan for an analysis."""
-    return plan_for(Chosen(analysis, degree))
 
 
 def plan_for(chosen: Chosen) -> TensorPlan:
@@ -52,7 +68,8 @@ def plan_for(chosen: Chosen) -> TensorPlan:
         layers=chosen.layers,
         regions=regions,
         partial=_partial(analysis, chosen.joints),
-        whole=reasons(analysis, chosen.layers, chosen.undivided, chosen.degree),
+        whole=reasons(analysis, chosen.layers, chosen.undivided, chosen.degree)
+        | {name: why for name, why in chosen.refused.items() if name in analysis.layers.calls},
     )
 
 
@@ -62,7 +79,7 @@ class Chosen:
 
     Args:
         styles: Of the only modules that may be cut; None: of all.
-        left: Modules that stay whole.
+        refused: Modules that stay whole, and why.
 
     Attributes:
         joints: Those that are cut.
@@ -73,7 +90,7 @@ class Chosen:
     analysis: Analysis
     degree: int
     styles: Mapping[str, str] | None = None
-    left: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
     joints: list[Joint] = field(default_factory=list)
     layers: dict[str, Layer] = field(default_factory=dict)
     undivided: list[Undivided] = field(default_factory=list)
@@ -105,7 +122,7 @@ class Chosen:
 
     def _wants(self, style: str, *names: str) -> bool:
         if self.styles is None:
-            return not any(name in self.left for name in names)
+            return not any(name in self.refused for name in names)
         return all(self.styles.get(name) == style for name in names)
 
     def _allowed(self, joint: Joint) -> bool:

@@ -193,6 +193,7 @@ def move(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     if any(nodes_of(value) is not None for value in tensors((rest, kwargs)) if func not in known.LIKE):
         return opaque(trace, func, args, kwargs)
     result = func(data, *rest, **kwargs)
+    rest, kwargs = _here(rest), {name: _here(value) for name, value in kwargs.items()}
     named = _COPYING.get(func, func)(_named(data), *rest, **kwargs)  # names have other strides
     for out, nodes in zip(tensors(result), tensors(named), strict=True):
         set_nodes(out, nodes)
@@ -200,6 +201,13 @@ def move(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
 
 
 _COPYING: dict[Func, Func] = {Tensor.view: Tensor.reshape, Tensor.view_as: Tensor.reshape_as}
+
+
+def _here(value: Any) -> Any:
+    """Indices on the names' device."""
+    if isinstance(value, Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.cpu()
+    return type(value)(map(_here, value)) if type(value) in (list, tuple) else value
 
 
 def _named(data: Any) -> Any:
