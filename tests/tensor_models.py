@@ -246,7 +246,12 @@ class PostNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out, self.fc1, self.fc2 = (nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Linear(D, 48), nn.Linear(48, D))
+        self.qkv, self.out, self.fc1, self.fc2 = (
+            nn.Linear(D, 3 * D),
+            nn.Linear(D, D),
+            nn.Linear(D, 48),
+            nn.Linear(48, D),
+        )
         self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -35,7 +35,9 @@ def holds(model: nn.Module, plan: TensorPlan, probe: Probe) -> None:
     whole = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     assert whole.keys() <= grads.keys()
     for name, grad in whole.items():
-        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            grads[name], grad, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -48,12 +48,12 @@ class Record:
     Attributes:
         touches: Of features, in order.
         partial: Whole leaves that act on features: their id and one of the features.
-        used: Ids of tensors that some operation outside of layers took.
+        used: Ids of tensors that some operation outside of layers took, and in which modules.
     """
 
     touches: list[Touch] = field(default_factory=list)
     partial: list[tuple[int, int]] = field(default_factory=list)
-    used: set[int] = field(default_factory=set)
+    used: dict[int, set[str]] = field(default_factory=dict)
 
 
 def nodes_of(value: Any) -> Tensor | None:
@@ -97,7 +97,8 @@ class Trace(TorchFunctionMode):
 
     def _use(self, operands: list[Tensor], result: Any) -> None:
         if any(True for _ in tensors(result)):
-            self.record.used.update(map(id, operands))
+            for value in operands:
+                self.record.used.setdefault(id(value), set()).update(self.stack)
             self._alive += operands
 
     def _touch(self, func: Func, args: Any, kwargs: Any, result: Any, joined: int) -> None:
@@ -192,6 +193,7 @@ def move(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     if any(nodes_of(value) is not None for value in tensors((rest, kwargs)) if func not in known.LIKE):
         return opaque(trace, func, args, kwargs)
     result = func(data, *rest, **kwargs)
+    rest, kwargs = _here(rest), {name: _here(value) for name, value in kwargs.items()}
     named = _COPYING.get(func, func)(_named(data), *rest, **kwargs)  # names have other strides
     for out, nodes in zip(tensors(result), tensors(named), strict=True):
         set_nodes(out, nodes)
@@ -199,6 +201,13 @@ def move(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
 
 
 _COPYING: dict[Func, Func] = {Tensor.view: Tensor.reshape, Tensor.view_as: Tensor.reshape_as}
+
+
+def _here(value: Any) -> Any:
+    """Indices on the names' device."""
+    if isinstance(value, Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.cpu()
+    return type(value)(map(_here, value)) if type(value) in (list, tuple) else value
 
 
 def _named(data: Any) -> Any:
