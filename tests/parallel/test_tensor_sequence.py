@@ -122,9 +122,8 @@ def assert_trains_like_one(
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_trunk_of_blocks(degree: int, recompute: bool) -> None:
-    def on_rank() -> None:
+def test_a_trunk_of_blocks(degree: int) -> None:
+    def on_rank(recompute: bool) -> None:
         # each of 2 blocks has 2 regions: a gather and a scatter forward, a scatter and a gather backward; the trunk
         # has a gather at its end, and at its beginning one backward
         calls = None if recompute else {"all_gather": 2 * 2 * 2 + 2, "reduce_scatter": 2 * 2 * 2}
@@ -132,18 +131,34 @@ def test_a_trunk_of_blocks(degree: int, recompute: bool) -> None:
         make = lambda: Net(recompute=recompute)  # noqa: E731
         assert_trains_like_one(make, plan_of(LAYERS, REGIONS), mask, calls=calls)
 
-    run_ranks(on_rank, degree)
+    run_ranks(lambda: [on_rank(recompute) for recompute in (False, True)], degree)
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_torchs_encoder_layers(batch_first: bool) -> None:
+def test_the_same_blocks_without_it() -> None:
+    """The norm of each head's queries is whole and acts on cut heads: each rank has a part of its gradient."""
+
     def on_rank() -> None:
+        of = plan_of(LAYERS, REGIONS, trunk=())
+        partial = [f"blocks.{block}.attn.q_norm.weight" for block in range(2)]
+        whole, cut, plan = pair(Net, partial=partial, **of)
+        x = torch.randn(B, T, D)
+        for model in (cut, whole):
+            model(x).square().sum().backward()
+        for name in plan.partial:
+            dist.all_reduce(cut.get_parameter(name).grad)
+        assert_gradients(whole, cut, plan, rtol=2e-5, atol=1e-4)
+
+    run_ranks(on_rank, 2)
+
+
+def test_torchs_encoder_layers() -> None:
+    def on_rank(batch_first: bool) -> None:
         make = lambda: nn.TransformerEncoderLayer(D, H, 16, dropout=0.0, batch_first=batch_first)  # noqa: E731
         assert_trains_like_one(
             lambda: Net(make), plan_of(TORCHS, {"": Region(False, ()), "self_attn": Region(False, (0, 1, 2))})
         )
 
-    run_ranks(on_rank, 2)
+    run_ranks(lambda: [on_rank(batch_first) for batch_first in (True, False)], 2)
 
 
 def test_what_is_partial() -> None:

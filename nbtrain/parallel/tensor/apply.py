@@ -62,6 +62,10 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], plan: TensorPlan) ->
     missing = [name for name in (*plan.layers, *plan.regions, *plan.trunk) if name not in modules]
     if missing:
         raise ModelError(f"the model has no module {', '.join(map(repr, missing))}; make the plan of this model")
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name in attribute_cuts(model, plan):
+        if name not in held:
+            raise ModelError(f"the model has no parameter '{name}' to cut; make the plan of this model")
     for name, layer in plan.layers.items():
         module = modules[name]
         if layer.style == "vocab" and isinstance(module, nn.Embedding):

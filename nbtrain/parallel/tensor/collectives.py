@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from nbtrain.parallel.tensor.peers import Peers
 
@@ -126,6 +127,7 @@ class _Enter(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduced(gradient, ctx.peers), None
 
@@ -156,6 +158,7 @@ class _Along(torch.autograd.Function):
         return cls.there(x, peers, dim)  # type: ignore[no-any-return]
 
     @classmethod
+    @once_differentiable
     def backward(cls, ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return cls.back(gradient, ctx.peers, ctx.dim), None, None
 

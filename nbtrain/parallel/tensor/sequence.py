@@ -90,8 +90,8 @@ def check_trunk(model: nn.Module, plan: TensorPlan) -> None:
         if not _is_in(name, plan.trunk) or region.inputs or _fits(modules[name]):
             continue
         raise ModelError(
-            f"sequence_parallel: the forward of '{name}' holds cut layers ({', '.join(region.layers)}) beside what acts "
-            f"on parts of the sequence; move these layers and what is between them into a module of their own, {_OFF}"
+            f"sequence_parallel: the forward of '{name}' holds cut layers ({', '.join(region.layers)}) beside what "
+            f"acts on parts of the sequence; move these layers and what is between them into one module, {_OFF}"
         )
 
 
