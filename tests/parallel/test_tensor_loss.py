@@ -231,8 +231,6 @@ def test_models_with_their_own_loss() -> None:
         layers = {
             embedding: Layer("vocab", {"weight": Cut(0, (V,))}),
             head: Layer("colwise_gather_output", cuts),
-            # Hugging Face's BERT holds the head's bias twice
-            **({"cls.predictions": Layer("replicate", {"bias": cuts["bias"]})} if "bias" in cuts else {}),
         }
         plan = TensorPlan(2, layers)
         lay_out(cut, plan, dist.group.WORLD, rank=dist.get_rank(), loss_parallel=True)

@@ -161,6 +161,27 @@ def test_torchs_encoder_layers() -> None:
     run_ranks(lambda: [on_rank(batch_first) for batch_first in (True, False)], 2)
 
 
+class Inline(nn.Module):
+    """Norm, cut layers and residual in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 12), nn.Linear(D, 12), nn.Linear(12, D)
+
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        normal = self.norm(x)
+        return x + self.down(self.up(normal) * self.gate(normal).sigmoid())
+
+
+def test_layers_among_others_gather_and_scatter_by_themselves() -> None:
+    def on_rank() -> None:
+        of = plan_of({"gate": column(12), "up": column(12), "down": row(12)}, {"": Region(False, ())})
+        # gate and up share what is gathered
+        assert_trains_like_one(lambda: Net(Inline), of, calls={"all_gather": 2 * 2 + 2, "reduce_scatter": 2 * 2})
+
+    run_ranks(on_rank, 2)
+
+
 def test_what_is_partial() -> None:
     net = Net()
     plan = TensorPlan(2, **plan_of(LAYERS, REGIONS))
@@ -191,17 +212,9 @@ def test_masks_differ_between_parts_and_are_drawn_again_by_recompute() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    class Inline(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 12), nn.Linear(12, D)
-
-        def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
-            return x + self.down(self.up(self.norm(x)).relu())
-
-    of = plan_of({"up": column(12), "down": row(12)}, {"": Region(False, (), ("up", "down"))})
-    with pytest.raises(ModelError, match=r"of 'blocks.0' holds cut layers \(up, down\) .*=False"):
-        lay_out(Net(Inline), TensorPlan(2, **of), None, rank=0)
+    of = plan_of({"attn.q": column(D)}, {"": Region(True, (), ("attn.q", "attn.out"))})
+    with pytest.raises(ModelError, match=r"of 'blocks.0' holds cut layers \(attn.q, attn.out\), the sizes .*=False"):
+        lay_out(Net(), TensorPlan(2, **of), None, rank=0)
     net = Net()
     lay_out(net, TensorPlan(2, **plan_of(LAYERS, REGIONS)), None, rank=0)
     with pytest.raises(BatchError, match=r"tp=2 does not divide the 7 positions that enter 'blocks.0'; pad .* to 8"):

@@ -139,15 +139,24 @@ def _holders(modules: dict[str, nn.Module]) -> Iterator[list[Holder]]:
 
 
 def _common_cut(holders: list[Holder], cuts: dict[str, Cut]) -> Cut | None:
-    names = [full_name(name, own) for name, _, own in holders]
-    for (module, _, _), name in zip(holders, names, strict=True):
+    """The cut of a parameter, on which the layers that hold it agree.
+
+    A module around layers may hold a layer's parameter too (Hugging Face's heads do): it gets the part.
+    """
+    layers = [holder for holder in holders if not _is_around(holder, holders)]
+    names = [full_name(name, own) for name, _, own in layers]
+    for (module, _, _), name in zip(layers, names, strict=True):
         if cuts.get(name) != cuts.get(names[0]):
-            whole = f"tp_plan={{..., '{holders[0][0]}': 'replicate', '{module}': 'replicate'}}"
+            whole = f"tp_plan={{..., '{layers[0][0]}': 'replicate', '{module}': 'replicate'}}"
             raise ModelError(
                 f"'{names[0]}' and '{name}' are one parameter, and {_told(names[0], cuts)}, but {_told(name, cuts)}; "
                 f"cut both alike or neither, e.g. {whole}"
             )
     return cuts.get(names[0])
+
+
+def _is_around(holder: Holder, holders: list[Holder]) -> bool:
+    return any(name.startswith(f"{holder[0]}." if holder[0] else "") and name != holder[0] for name, _, _ in holders)
 
 
 def _told(name: str, cuts: dict[str, Cut]) -> str:

@@ -15,8 +15,8 @@ from torch import nn
 
 from nbtrain.parallel.tensor.collectives import (
     enter,
+    enter_sequence,
     gather_last,
-    gather_sequence,
     leave,
     scatter_sequence,
 )
@@ -91,7 +91,7 @@ def entered(x: torch.Tensor, entrance: Entrance, peers: Peers) -> torch.Tensor:
     """``x`` as a layer that is cut by columns multiplies it."""
     if entrance == "open":
         return x
-    return enter(x, peers) if entrance == "sum" else gather_sequence(x, peers)
+    return enter(x, peers) if entrance == "sum" else enter_sequence(x, peers)
 
 
 def finished(partial: torch.Tensor, bias: torch.Tensor | None, scatters: bool, peers: Peers) -> torch.Tensor:

@@ -83,25 +83,19 @@ def check_trunk(model: nn.Module, plan: TensorPlan) -> None:
     """Refuses a trunk whose regions could not be given the whole sequence.
 
     Raises:
-        ModelError: A region computes norms and cut layers in one forward.
+        ModelError: A forward that computes on parts of the sequence writes sizes of cut tensors too.
     """
-    modules = dict(model.named_modules())
     for name, region in plan.regions.items():
-        if not _is_in(name, plan.trunk) or region.inputs or _fits(modules[name]):
-            continue
-        raise ModelError(
-            f"sequence_parallel: the forward of '{name}' holds cut layers ({', '.join(region.layers)}) beside what "
-            f"acts on parts of the sequence; move these layers and what is between them into one module, {_OFF}"
-        )
-
-
-def _fits(module: nn.Module) -> bool:
-    """Whether its cut layers take and give parts by themselves: nothing between them asks for sizes."""
-    return isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        if _is_in(name, plan.trunk) and region.written and not region.inputs:
+            raise ModelError(
+                f"sequence_parallel: the forward of '{name}' holds cut layers ({', '.join(region.layers)}), the sizes "
+                f"of what is between them, and what acts on parts of the sequence; move these layers and what is "
+                f"between them into a module of their own, {_OFF}"
+            )
 
 
 def _regions(plan: TensorPlan) -> list[str]:
-    """Those that gather their inputs; attention and torch's layers do it themselves."""
+    """Those that gather their inputs. In others layers do it: columns, rows and attention."""
     attentions = {name for name, layer in plan.layers.items() if layer.style == "attention"}
     return [
         name
