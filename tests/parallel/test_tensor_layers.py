@@ -135,6 +135,24 @@ def test_an_embedding_alone_gets_whole_gradients_of_its_rows() -> None:
     run_ranks(on_rank, 4)
 
 
+def test_embeddings_that_share_a_weight_are_cut_alike() -> None:
+    class Twice(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Embedding(V, D)
+            self.shared.weight = self.emb.weight
+
+        def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids_BT) * self.shared(ids_BT).sum(-1, keepdim=True)
+
+    def on_rank() -> None:
+        whole, cut, plan = pair(Twice, TIED)
+        assert set(cuts_by_name(cut, plan)) == {"emb.weight", "head.weight", "shared.weight"}
+        assert_same(whole, cut, plan, torch.arange(V))
+
+    run_ranks(on_rank, 2)
+
+
 class Scaled(nn.Embedding):
     """As Hugging Face's models have it."""
 

@@ -215,6 +215,10 @@ def test_what_does_not_fit_is_said() -> None:
     of = plan_of({"attn.q": column(D)}, {"": Region(True, (), ("attn.q", "attn.out"))})
     with pytest.raises(ModelError, match=r"of 'blocks.0' holds cut layers \(attn.q, attn.out\), the sizes .*=False"):
         lay_out(Net(), TensorPlan(2, **of), None, rank=0)
+    of = plan_of({name: layer for name, layer in LAYERS.items() if "attn" not in name}, {"mlp": Region(False, (0,))})
+    whole = {"blocks.0.attn": "tp=2 does not divide 3 heads"}
+    with pytest.raises(ModelError, match=r"'blocks.0.attn.q.weight' is left whole \(tp=2 does .* heads\), and might"):
+        lay_out(Net(), TensorPlan(2, whole=whole, **of), None, rank=0)
     net = Net()
     lay_out(net, TensorPlan(2, **plan_of(LAYERS, REGIONS)), None, rank=0)
     with pytest.raises(BatchError, match=r"tp=2 does not divide the 7 positions that enter 'blocks.0'; pad .* to 8"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -41,6 +42,7 @@ def lay_out(
         ModelError: A parameter is cut by one of its holders only, or a layer cannot be cut so. Nothing was changed.
     """
     modules = dict(model.named_modules())
+    plan = _with_tied_embeddings(modules, plan)
     _check(model, modules, plan)
     peers = Peers(group, rank, plan.degree)
     _cut_parameters(modules, attribute_cuts(model, plan), peers)
@@ -56,6 +58,21 @@ def lay_out(
             read_sizes_as_whole(modules[name], peers)
     if plan.trunk:
         cut_along_sequence(model, plan, peers)
+
+
+def _with_tied_embeddings(modules: dict[str, nn.Module], plan: TensorPlan) -> TensorPlan:
+    """An embedding whose weight another one cuts is cut too: Hugging Face's T5 has one that nothing calls."""
+    cut = {
+        id(module.weight): layer
+        for name, layer in plan.layers.items()
+        if layer.style == "vocab" and isinstance(module := modules.get(name), nn.Embedding)
+    }
+    tied = {
+        name: cut[id(module.weight)]
+        for name, module in modules.items()
+        if name not in plan.layers and isinstance(module, nn.Embedding) and id(module.weight) in cut
+    }
+    return replace(plan, layers={**plan.layers, **tied})
 
 
 def _check(model: nn.Module, modules: dict[str, nn.Module], plan: TensorPlan) -> None:

@@ -80,10 +80,11 @@ def cut_along_sequence(model: nn.Module, plan: TensorPlan, peers: Peers) -> None
 
 
 def check_trunk(model: nn.Module, plan: TensorPlan) -> None:
-    """Refuses a trunk whose regions could not be given the whole sequence.
+    """Refuses a trunk whose layers might need the whole sequence and would not get it.
 
     Raises:
-        ModelError: A forward that computes on parts of the sequence writes sizes of cut tensors too.
+        ModelError: A forward that computes on parts of the sequence writes sizes of cut tensors too, or a layer with
+            weights is left whole: it may be attention.
     """
     for name, region in plan.regions.items():
         if _is_in(name, plan.trunk) and region.written and not region.inputs:
@@ -92,6 +93,15 @@ def check_trunk(model: nn.Module, plan: TensorPlan) -> None:
                 f"of what is between them, and what acts on parts of the sequence; move these layers and what is "
                 f"between them into a module of their own, {_OFF}"
             )
+    cut, gathered = cuts_by_name(model, plan), _regions(plan)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or name in cut or not _is_in(name, plan.trunk) or _is_in(name, gathered):
+            continue
+        reasons = [f" ({why})" for whole, why in plan.whole.items() if _is_in(name, [whole])]
+        raise ModelError(
+            f"sequence_parallel: '{name}' is left whole{reasons[0] if reasons else ''}, and might need the whole "
+            f"sequence where each rank has a part of it; choose a tp that cuts it, {_OFF}"
+        )
 
 
 def _regions(plan: TensorPlan) -> list[str]:
