@@ -182,6 +182,58 @@ def test_layers_among_others_gather_and_scatter_by_themselves() -> None:
     run_ranks(on_rank, 2)
 
 
+class Parted(nn.Module):
+    """As Hugging Face's BERT has it: the row, a residual and a norm in a module beside the columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.out, self.norm = Heads(), nn.Linear(D, D), nn.LayerNorm(D)
+
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return self.norm(x + self.out(self.heads(x)))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).view(*x.shape[:2], H, D // H).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+
+
+def test_columns_in_another_module_than_the_row() -> None:
+    layers = {"heads.q": column(D), "heads.k": column(D), "heads.v": column(D), "out": row(D)}
+    of = plan_of(layers, {"": Region(True, (), tuple(layers))})
+
+    def on_rank() -> None:
+        calls = {"all_gather": 2 * 2 + 2, "reduce_scatter": 2 * 2}
+        assert_trains_like_one(lambda: Net(Parted), of, calls=calls)
+        _, cut, _ = pair(lambda: Net(Parted), **of)
+        with pytest.raises(
+            ModelError, match=r"gathers argument 0 of .*Heads, and it was called with 0 positions and x;"
+        ):
+            cut.blocks[0].heads(x=torch.zeros(B, 2, D))
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_residual_around_blocks_is_an_error_even_where_it_broadcasts() -> None:
+    class Around(Net):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    def on_rank() -> None:
+        _, cut, _ = pair(Around, **plan_of(LAYERS, REGIONS))
+        with pytest.raises(ModelError, match=r"'blocks.1' was given 2 positions, and a part of the sequence has 1; wh"):
+            cut(torch.randn(B, 2, D))
+
+    run_ranks(on_rank, 2)
+
+
 def test_what_is_partial() -> None:
     net = Net()
     plan = TensorPlan(2, **plan_of(LAYERS, REGIONS))
@@ -212,9 +264,10 @@ def test_masks_differ_between_parts_and_are_drawn_again_by_recompute() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    of = plan_of({"attn.q": column(D)}, {"": Region(True, (), ("attn.q", "attn.out"))})
-    with pytest.raises(ModelError, match=r"of 'blocks.0' holds cut layers \(attn.q, attn.out\), the sizes .*=False"):
-        lay_out(Net(), TensorPlan(2, **of), None, rank=0)
+    layers = {"gate": column(12), "up": column(12), "down": row(12)}
+    of = plan_of(layers, {"": Region(True, (), tuple(layers))})
+    with pytest.raises(ModelError, match=r"of 'blocks.0' holds cut layers \(gate, up, down\), the sizes .*=False"):
+        lay_out(Net(Inline), TensorPlan(2, **of), None, rank=0)
     of = plan_of({name: layer for name, layer in LAYERS.items() if "attn" not in name}, {"mlp": Region(False, (0,))})
     whole = {"blocks.0.attn": "tp=2 does not divide 3 heads"}
     with pytest.raises(ModelError, match=r"'blocks.0.attn.q.weight' is left whole \(tp=2 does .* heads\), and might"):
