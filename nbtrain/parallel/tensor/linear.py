@@ -15,8 +15,8 @@ from torch import nn
 
 from nbtrain.parallel.tensor.collectives import (
     enter,
+    enter_sequence,
     gather_last,
-    gather_sequence,
     leave,
     scatter_sequence,
 )
@@ -44,8 +44,11 @@ class Cutting(TensorGrouped):
     """Either kind. ``weight`` is a rank's part."""
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
     transposed: bool
+
+    @property
+    def _bias(self) -> nn.Parameter | None:
+        return getattr(self, "bias", None)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
@@ -64,7 +67,7 @@ class Column(Cutting):
     output: Output = "part"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part = self._product(entered(x, self.entrance, self.peers), self.bias)
+        part = self._product(entered(x, self.entrance, self.peers), self._bias)
         if self.output == "gathered":
             return joined(gather_last(part, self.peers), self.cut, self.peers)
         if self.output == "logits":
@@ -81,17 +84,14 @@ class Row(Cutting):
     scatters: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.finish(self._product(x), self.bias)
-
-    def finish(self, partial: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return finished(partial, bias, self.scatters, self.peers)
+        return finished(self._product(x), self._bias, self.scatters, self.peers)
 
 
 def entered(x: torch.Tensor, entrance: Entrance, peers: Peers) -> torch.Tensor:
     """``x`` as a layer that is cut by columns multiplies it."""
     if entrance == "open":
         return x
-    return enter(x, peers) if entrance == "sum" else gather_sequence(x, peers)
+    return enter(x, peers) if entrance == "sum" else enter_sequence(x, peers)
 
 
 def finished(partial: torch.Tensor, bias: torch.Tensor | None, scatters: bool, peers: Peers) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from nbtrain.errors import ModelError
@@ -113,6 +114,7 @@ class _Whole(torch.autograd.Function):
         return all_gathered(part, peers, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return own_part(gradient, ctx.peers, ctx.dim), None, None
 
