@@ -17,7 +17,7 @@ import nbtrain as nt
 from nbtrain.errors import BatchError, GradientError, ModelError, OptimizerError, UsageError
 
 SHARDED = ["zero=2", "zero=3"]
-PLANS = ["zero=0", *SHARDED]
+PLANS = ["zero=0", "zero=1", *SHARDED]
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

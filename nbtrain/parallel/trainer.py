@@ -178,7 +178,9 @@ class Trainer:
         self._let_go()
         held = holdings(self)
         lines = [
-            self.plan.describe(num_parameters=held["num_parameters"]),
+            self.plan.describe(
+                num_parameters=held["num_parameters"], root_parameters=shard.num_root_parameters(self.model)
+            ),
             holdings_text(held),
             *bucket_text(self.model),
         ]
