@@ -18,7 +18,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 import nbtrain as nt
 from nbtrain.errors import BatchError, ModelError, UsageError
-from nbtrain.parallel.update import ShardedUpdate
 
 LENGTHS = (7, 3, 0, 12)  # the third rank never has a sample
 EACH = 3  # samples a rank and batch
@@ -90,8 +89,7 @@ def check(name: str, spec: str, lengths: tuple[int, ...] = LENGTHS, **options: A
                 nn.utils.clip_grad_norm_(plain.parameters(), options["grad_clip"])
             loss = trainer.step(*batch)
             parity._compare(f"loss {step}", value / weight, loss, tolerance)
-            if isinstance(trainer.model, ShardedUpdate):
-                trainer.model.gather_gradients()
+            parity.show_gradients(trainer)
             parity._compare_gradients(plain, trainer.model, step, tolerance)
             optimizer.step()
     parity._compare_states(dict(plain.state_dict()), trainer.state_dict(), tolerance)
