@@ -113,6 +113,8 @@ class Trainer:
         dim 0; the gradients are those of the whole batch. They stay until the next step, to be looked at.
         With ``zero=1`` a rank keeps its pieces of them, and ``trainer.model.gather_gradients()`` makes them whole.
 
+        A rank whose batch has 0 samples (`nbtrain.loader` with ``uneven=True``) joins: it adds nothing and takes part.
+
         A step that raises leaves weights and optimizer as they were, and the trainer usable.
 
         Returns:

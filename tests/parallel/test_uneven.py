@@ -224,6 +224,33 @@ def test_torchs_join_around_an_own_loop_is_that_of_torchs_ddp(spec: str) -> None
     run_ranks(on_rank, 2)
 
 
+def test_torchs_own_join_is_not_one_device_and_a_joined_step_is() -> None:
+    """It divides by all ranks, also those that have run out, and weights ranks alike, however few samples they have."""
+    lengths = (4, 1)
+
+    def on_rank() -> None:
+        case = models.CASES["mlp"]
+        torch.manual_seed(0)
+        plain, single = nn.parallel.DistributedDataParallel(models.MLP()), models.MLP()
+        single.load_state_dict(plain.module.state_dict())
+        optimizers = [sgd(plain.parameters()), sgd(single.parameters())]
+        with Join([plain]):
+            for x, y in zip(*(tensor.split(EACH) for tensor in samples(case, rank(), lengths)), strict=True):
+                optimizers[0].zero_grad()
+                F.mse_loss(plain(x), y).backward()
+                optimizers[0].step()
+        for x, y in global_batches(case, lengths):
+            optimizers[1].zero_grad()
+            F.mse_loss(single(x), y).backward()
+            optimizers[1].step()
+        with pytest.raises(AssertionError, match="not close"):
+            torch.testing.assert_close(dict(plain.module.state_dict()), dict(single.state_dict()), rtol=1e-2, atol=1e-3)
+        check("mlp", "zero=0", lengths)
+        check("mlp", "zero=1", lengths)
+
+    run_ranks(on_rank, 2)
+
+
 @pytest.mark.parametrize("spec", ["zero=0", "zero=1"])
 def test_torchs_join_where_it_cannot_shadow_everything_is_an_error(spec: str) -> None:
     def on_rank() -> None:
