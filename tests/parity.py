@@ -205,6 +205,13 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((), batch) if isinstance(batch, dict) else (batch, {})
 
 
+def show_gradients(trainer: nt.Trainer) -> None:
+    """With ``zero=1`` a rank has its pieces of them, until it is asked for more."""
+    if isinstance(trainer.model, ShardedUpdate):
+        assert all(parameter.grad is None for parameter in trainer.model.parameters())
+        trainer.model.gather_gradients()
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -97,5 +97,13 @@ def regroup(model: nn.Module) -> None:
             vars(group).pop("_all_gather_process_group", None)
 
 
+def num_root_parameters(model: nn.Module) -> int:
+    """Parameters in no unit, which the root gathers; 0 where FSDP does not shard."""
+    if not isinstance(model, FSDPModule):
+        return 0
+    groups = cast(Any, model)._get_fsdp_state()._fsdp_param_groups
+    return sum(record.sharded_param.numel() for group in groups for record in group.fsdp_params)
+
+
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
     yield from (module for module in model.modules() if isinstance(module, FSDPModule))

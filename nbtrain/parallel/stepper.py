@@ -279,7 +279,8 @@ class Stepper:
         named = model.named_pieces() if isinstance(model, ShardedUpdate) else model.named_parameters()
         names: list[str] = gradients.not_finite(named)
         if self.layout.everyone is not None:
-            names = _union(names, self.layout.everyone)
+            known = _union(names, self.layout.everyone)
+            names = [name for name, _ in model.named_parameters() if name in known]
         raise GradientError(
             f"the gradient norm is {norm} at step {self.phase.step}, from {_some(names)}; the weights are those of "
             "the step before: look at the batch, or lower the learning rate"
@@ -344,10 +345,10 @@ class Settled:
 Standing = tuple[Phase, Settled | None, bool]
 
 
-def _union(names: list[str], group: dist.ProcessGroup) -> list[str]:
+def _union(names: list[str], group: dist.ProcessGroup) -> set[str]:
     lists: list[list[str]] = [[]] * group.size()
     dist.all_gather_object(lists, names, group=group)
-    return list(dict.fromkeys(name for part in lists for name in part))
+    return {name for part in lists for name in part}
 
 
 def _some(names: list[str]) -> str:

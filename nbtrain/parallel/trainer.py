@@ -121,6 +121,8 @@ class Trainer:
         With ``precision=fp16`` the loss is scaled before backward. A step whose gradients are not finite on some rank
         counts as done but is skipped by all: neither optimizer nor scheduler steps, and the scale halves.
 
+        A rank whose batch has 0 samples (`nbtrain.loader` with ``uneven=True``) joins: it adds nothing and takes part.
+
         A step that raises leaves weights and optimizer as they were, and the trainer usable.
 
         Returns:
@@ -188,7 +190,9 @@ class Trainer:
         self._let_go()
         held = holdings(self)
         lines = [
-            self.plan.describe(num_parameters=held["num_parameters"]),
+            self.plan.describe(
+                num_parameters=held["num_parameters"], root_parameters=shard.num_root_parameters(self.model)
+            ),
             holdings_text(held),
             *bucket_text(self.model),
         ]

@@ -130,14 +130,17 @@ class Plan:
         """Raises `NotImplementedError` that names the first field whose value this release cannot run."""
         support.require_supported(self)
 
-    def describe(self, world_size: int | None = None, num_parameters: int | None = None) -> str:
+    def describe(
+        self, world_size: int | None = None, num_parameters: int | None = None, root_parameters: int = 0
+    ) -> str:
         """What is sharded, replicated and moved, per rank and step, as text.
 
         Args:
             world_size: Resolves the plan first; without it open degrees stay symbols.
-            num_parameters: Of the unsharded model; with it the text gives bytes (fp32 Adam) and elements.
+            num_parameters: Of the unsharded model; with it the text gives bytes held (fp32 Adam) and sent.
+            root_parameters: Of those, FSDP's root unit's, which ``zero=3`` gathers once a step and not twice.
         """
-        return describe(self if world_size is None else self.resolve(world_size), num_parameters)
+        return describe(self if world_size is None else self.resolve(world_size), num_parameters, root_parameters)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value}" for name, value in {"zero": self.zero, **self._changes()}.items())
