@@ -2,7 +2,7 @@
 
 ::
 
-    forward, backward of each chunk     gradients of sum / reference, reduced by DDP or FSDP
+    forward, backward of each chunk     gradients of sum / divisor, reduced by DDP or FSDP
     mirror gradients                    with redundancy: to the rank that would stand in for this one
     reduce totals                       loss sum, weight, norm, used parameters: the one place where ranks wait
     scale, clip                         by divisor / weight
@@ -94,7 +94,7 @@ class Stepper:
         self.phase = Phase(Stage.COMPUTING, step)
         try:
             gradients.drop(self.parameters)
-            if self.layout.group is None:
+            if self.layout.group is None and (self.scaling is None or self._settled is None):
                 self.reference = float(whole.num_samples or 1)
             settled = self._attempt(chunks, step)
             if settled.skipped and settled.reference >= 2 * self.reference:

@@ -154,8 +154,8 @@ def test_gradients_that_are_looked_at_and_their_norm_are_not_scaled(spec: str) -
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize("spec", ["zero=0", "zero=3"])
-def test_a_first_step_whose_weight_nobody_knows_is_not_skipped(spec: str) -> None:
+@pytest.mark.parametrize(("spec", "ranks"), [("zero=0", 1), ("zero=0", 2), ("zero=3", 2)])
+def test_a_first_step_whose_weight_nobody_knows_is_not_skipped(spec: str, ranks: int) -> None:
     """Gradients are divided by the weight of the step before; without one they are those of the sum."""
 
     def on_rank() -> None:
@@ -174,7 +174,7 @@ def test_a_first_step_whose_weight_nobody_knows_is_not_skipped(spec: str) -> Non
             assert (len(forwards), trainer.num_skipped, trainer.loss_scale) == (expected, 0, 2.0**16)
         assert trainer.state_dict()["stem.1.num_batches_tracked"] == 2
 
-    run_ranks(on_rank, 2)
+    run_ranks(on_rank, ranks)
 
 
 def test_the_scale_is_gradscalers() -> None:

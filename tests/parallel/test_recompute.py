@@ -1,5 +1,6 @@
 """Recomputation: the gradients of a run that keeps everything, bit for bit, in less memory."""
 
+import collections
 import copy
 import gc
 import pickle
@@ -167,6 +168,33 @@ def test_memory_from_forward_to_backward_falls() -> None:
     assert full < 0.25 * none
     assert full < selective < 0.8 * none
     assert 0.4 * none < half < 0.7 * none
+
+
+class Counting(TorchDispatchMode):
+    """How often each operation ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_repeats_neither_matrix_products_nor_attention() -> None:
+    def counts(kind: str) -> collections.Counter[str]:
+        net = nt.parallelize(GPT(depth=2), nt.Plan(recompute=kind))
+        ids = torch.randint(models.V, (2, models.T))
+        with Counting() as counting:
+            models.token_mean(net(ids), ids).backward()
+        return counting.counts
+
+    none, selective, full = counts("none"), counts("selective"), counts("full")
+    for name in ("addmm", "_scaled_dot_product_flash_attention_for_cpu"):
+        assert 0 < none[name] == selective[name] < full[name]
+    for name in ("gelu", "native_layer_norm"):
+        assert 0 < none[name] < selective[name] == full[name]
 
 
 def test_every_nth_block_runs_twice() -> None:
