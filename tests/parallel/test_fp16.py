@@ -243,6 +243,22 @@ def test_ranks_whose_scales_differ_never_mix_their_gradients() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.parametrize("spec", ["zero=0", "zero=3"])
+def test_blocks_hand_on_16_bits_and_the_model_gives_32(spec: str) -> None:
+    """Of FACTS 17: cast to fp32 behind every block, the next one's memory and traffic would double."""
+
+    def on_rank() -> None:
+        net = nt.parallelize(models.Tied(), nt.Plan.parse(f"{spec},precision=fp16"))
+        seen: list[torch.dtype] = []
+        net.blocks[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        output = net(torch.zeros(2, 4, dtype=torch.long))
+        assert (seen, output.dtype) == ([torch.float16], torch.float32)
+        output.sum().backward()
+        assert {parameter.grad.dtype for parameter in net.parameters()} == {torch.float32}
+
+    run_ranks(on_rank, 2)
+
+
 def test_half_weights_are_refused() -> None:
     with pytest.raises(ModelError, match=r"keeps fp32 weights.*type model\.float\(\)"):
         nt.parallelize(models.MLP().half(), nt.Plan(precision="fp16"))
