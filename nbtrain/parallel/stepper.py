@@ -2,7 +2,7 @@
 
 ::
 
-    forward, backward of each chunk     gradients of sum / reference, reduced by DDP or FSDP
+    forward, backward of each chunk     gradients of sum / divisor, reduced by DDP or FSDP
     sum partial gradients               with tensor parallelism: of whole parameters that act on cut activations
     mirror gradients                    with redundancy: to the rank that would stand in for this one
     reduce totals                       loss sum, weight, norm, used parameters: the one place where ranks wait
@@ -109,7 +109,7 @@ class Stepper:
             self.layout.draws.begin(step)
         try:
             gradients.drop(self.parameters)
-            if self.layout.everyone is None:
+            if self.layout.everyone is None and (self.scaling is None or self._settled is None):
                 self.reference = float(whole.num_samples or 1)
             settled = self._attempt(chunks, step)
             if settled.skipped and settled.reference >= 2 * self.reference:

@@ -34,8 +34,9 @@ class Plan:
         loss_parallel: Compute the loss on logits that are sharded by vocabulary.
         tp_plan: ``"auto"`` or ``{name pattern: style}``.
         split: ``"auto"`` or the names of the modules that begin a stage.
-        precision: Of compute: "fp32", "bf16" (fp32 weights and reductions are kept), "fp16".
-        recompute: "none", "full", "selective" or n, for every n-th block.
+        precision: Of compute: "fp32", "bf16", "fp16" (with a loss scale); weights and reductions are fp32 in all.
+        recompute: What blocks compute again in backward: "none"; "full", everything; "selective", all but matrix
+            products and attention; n, everything in every n-th block.
         offload: None or any of "params", "optimizer", "activations"; ``"params+optimizer"`` is understood.
         algorithm: Data-parallel communication; other than "allreduce" needs ``zero=0``.
         bucket_mb: Gradient bucket of DDP in MiB; None takes torch's.
