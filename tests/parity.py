@@ -21,6 +21,7 @@ import nbtrain as nt
 from nbtrain.parallel.mesh import data_coordinate
 from nbtrain.parallel.scaler import Scaling
 from nbtrain.parallel.state import full_gradients
+from nbtrain.parallel.update import ShardedUpdate
 
 SEED = 7
 BATCH = 12

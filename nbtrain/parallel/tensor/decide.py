@@ -15,9 +15,9 @@ from nbtrain.parallel.blocks import repeated_blocks
 from nbtrain.parallel.tensor.cuts import TensorPlan
 from nbtrain.parallel.tensor.describe import describe
 from nbtrain.parallel.tensor.probe import probe_inputs
-from nbtrain.parallel.tensor.trials import Call, recorded, refuted, without
 from nbtrain.parallel.tensor.recognise import findings, recognise
 from nbtrain.parallel.tensor.stated import from_patterns
+from nbtrain.parallel.tensor.trials import Call, recorded, refuted, without
 from nbtrain.parallel.tensor.twin import twin_of
 from nbtrain.plan import Plan
 
