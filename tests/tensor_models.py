@@ -90,7 +90,7 @@ class Expanded(Separate):
     """Grouped queries by expand, as Hugging Face writes them."""
 
     def repeat(self, x: Tensor) -> Tensor:
-        B, kv, T, h = x.shape
+        B, _, T, h = x.shape
         times = self.num_heads // self.kv_heads
         return x[:, :, None].expand(B, self.kv_heads, times, T, h).reshape(B, self.num_heads, T, h)
 

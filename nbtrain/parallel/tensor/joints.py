@@ -54,10 +54,12 @@ class Analysis:
 
     def outputs(self, name: str) -> Labels:
         """Components of a matrix's output features."""
-        return self.labels[self.layers.outputs[name].numpy()]
+        found: Labels = self.labels[self.layers.outputs[name].numpy()]
+        return found
 
     def inputs(self, name: str) -> Labels:
-        return self.labels[self.layers.inputs[name].numpy()]
+        found: Labels = self.labels[self.layers.inputs[name].numpy()]
+        return found
 
     @cached_property
     def joints(self) -> list[Joint]:
