@@ -250,6 +250,18 @@ def along(at: int, *names: str, default: Any = None) -> Func:
     return rule
 
 
+def glu(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
+    """The first half of a dim, gated by the second."""
+    nodes, dim = nodes_of(args[0]), kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    if nodes is None:
+        return opaque(trace, func, args, kwargs)
+    first, second = nodes.chunk(2, dim)
+    trace.features.join(first, second)
+    result = func(*args, **kwargs)
+    set_nodes(result, first)
+    return result
+
+
 def norm(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     nodes, shape = nodes_of(args[0]), kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
     if nodes is None:
@@ -344,6 +356,7 @@ _RULES: dict[Func, Func] = {
     **dict.fromkeys(known.MOVES, move),
     **dict.fromkeys(known.NEW, fresh),
     **{func: along(at, *names, default=default) for func, (at, names, default) in known.ALONG.items()},
+    **dict.fromkeys(known.GLU, glu),
     **dict.fromkeys(known.NORMS, norm),
     **dict.fromkeys(known.MATMUL, contract),
     **dict.fromkeys(known.EINSUM, einsum),
