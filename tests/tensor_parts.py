@@ -192,7 +192,7 @@ def in_parts(
 def _gradients(models: list[nn.Module], plan: TensorPlan) -> dict[str, Tensor]:
     cuts = {f"{name}.{own}": cut for name, layer in plan.layers.items() for own, cut in layer.cuts.items()}
     found = {}
-    for name, parameter in models[0].named_parameters():
+    for name, _ in models[0].named_parameters():
         grads = [model.get_parameter(name).grad for model in models]
         if any(grad is None for grad in grads):
             continue

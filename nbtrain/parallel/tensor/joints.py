@@ -54,14 +54,16 @@ class Analysis:
 
     def outputs(self, name: str) -> Labels:
         """Components of a matrix's output features."""
-        return self.labels[self.layers.outputs[name].numpy()]
+        found: Labels = self.labels[self.layers.outputs[name].numpy()]
+        return found
 
     def inputs(self, name: str) -> Labels:
-        return self.labels[self.layers.inputs[name].numpy()]
+        found: Labels = self.labels[self.layers.inputs[name].numpy()]
+        return found
 
     @cached_property
     def joints(self) -> list[Joint]:
-        """Small ones first, then in the order in which they are called."""
+        """Those of large weights first (not LoRA's), then small ones, then in the order in which they are called."""
         found: dict[int, tuple[list[str], list[str]]] = {}
         cluster = self._clusters()
         for name in self.called:
@@ -69,7 +71,11 @@ class Analysis:
                 for one in dict.fromkeys(cluster[component] for component in side[side > 0].tolist()):
                     found.setdefault(one, ([], []))[at].append(name)
         joints = [Joint(tuple(columns), tuple(rows)) for columns, rows in found.values()]
-        return sorted(joints, key=lambda joint: len(joint.names))
+        return sorted(joints, key=lambda joint: (-self._mean_weight(joint), len(joint.names)))
+
+    def _mean_weight(self, joint: Joint) -> float:
+        matrices = [self.layers.matrices[name] for name in joint.names]
+        return sum(each.num_inputs * each.num_outputs for each in matrices) / len(matrices)
 
     @cached_property
     def called(self) -> list[str]:

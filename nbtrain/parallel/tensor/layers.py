@@ -157,7 +157,8 @@ class _Watch:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with torch._C.DisableTorchFunction():
                 self.layers.stack.append(name)
-                self.given.append({id(value): key for key, value in (*enumerate(args), *kwargs.items())})
+                keys: list[int | str] = [*range(len(args)), *kwargs]
+                self.given.append(dict(zip(map(id, (*args, *kwargs.values())), keys, strict=True)))
                 self.alive.append((args, kwargs))
                 if self._opaque(name):
                     return self._enter_layer(name, args, kwargs)

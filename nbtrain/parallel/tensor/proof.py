@@ -100,7 +100,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _part(tensor: Tensor, cut: Cut, degree: int, part: int) -> Tensor:
     """Of the last dim."""
-    return torch.cat([each.chunk(degree, -1)[part] for each in tensor.split(list(cut.segments), -1)], -1)
+    return torch.cat([each.chunk(degree, -1)[part] for each in torch.split(tensor, list(cut.segments), -1)], -1)
 
 
 def _narrow(cut: Cut, degree: int, part: int) -> Callable[..., Tensor]:

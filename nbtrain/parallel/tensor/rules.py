@@ -84,7 +84,7 @@ def take(marks: Marks, value: Tensor, dim: int, have: Mark) -> Tensor:
     if marks.part is None:
         raise ModelError("a whole tensor meets cut features: Marks needs `part`")
     value = _entered(marks, value)
-    pieces = [segment.chunk(marks.degree, dim)[marks.part] for segment in value.split(have.segments, dim)]
+    pieces = [segment.chunk(marks.degree, dim)[marks.part] for segment in torch.split(value, list(have.segments), dim)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
