@@ -22,6 +22,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -267,9 +268,13 @@ def test_what_layers_share_goes_with_the_tensor_and_follows_its_changes() -> Non
         assert second is not first
         second.sum().backward()
         torch.testing.assert_close(leaf.grad, torch.full((B, T, D), 2.0 * dist.get_world_size()))
-        entered = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
         del first, second, x
-        assert entered.expired()  # no cycle holds it
+        for make in (torch.tanh, torch.exp, lambda leaf: leaf.softmax(-1), lambda leaf: leaf * 2):
+            x = make(leaf)
+            kept = [collectives.enter(x, peers) * 2, collectives.enter(x, peers) * x]
+            memory = StorageWeakRef(x.untyped_storage())
+            del x, kept
+            assert memory.expired()  # no cycle holds it
 
     run_ranks(on_rank, 2)
 
@@ -371,6 +376,9 @@ def test_on_meta() -> None:
         (lambda: nn.Sequential(nn.Embedding(V, D, max_norm=1.0)), {"0": TIED["emb"]}, r"'0' has max_norm=1.0"),
         (lambda: nn.Sequential(nn.Embedding(V, D, sparse=True)), {"0": TIED["emb"]}, r"'0' has sparse=True"),
         (lambda: nn.Sequential(Looking(V, D)), {"0": TIED["emb"]}, r"call super\(\).forward\(ids\) in Looking"),
+        (MLP[0], {"0": TIED["emb"]}, r"'0' is a Linear; the style 'vocab' needs nn.Embedding"),
+        (MLP[0], {"0": Layer("attention")}, r"needs nn.MultiheadAttention"),
+        (MLP[0], {"0": Layer("rowwise")}, r"'0' is rowwise and has no cut of its weight"),
         (lambda: nn.Sequential(nn.Linear(D, 12, bias=False)), {"0": column(12)}, r"no parameter '0.bias' to cut"),
         (
             lambda: nn.Sequential(nn.Embedding(V, D, scale_grad_by_freq=True)),
@@ -429,6 +437,7 @@ def test_regions_read_written_sizes_as_those_of_whole_tensors(degree: int) -> No
         whole, cut, plan = pair(make, layers, regions=regions)
         assert_same(whole, cut, plan, torch.randn(B, T, D))
         assert isinstance(cut[1], NanoAttention)
+        assert type(cut[1]).__name__ == "NanoAttention"
         assert "_nbtrain_mark" not in vars(cut(torch.randn(B, T, D)))
 
     run_ranks(on_rank, degree)

@@ -162,6 +162,17 @@ def test_what_is_neither_is_an_error() -> None:
     run_ranks(on_rank, 2)
 
 
+def test_under_autocast_it_is_fp32() -> None:
+    def on_rank() -> None:
+        logits, targets = batch()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = WAYS["view"](cut_logits(logits.bfloat16())[1], targets)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, WAYS["view"](logits.bfloat16().float(), targets))
+
+    run_ranks(on_rank, 2)
+
+
 def test_hooks_see_the_gradient_of_the_part() -> None:
     def on_rank() -> None:
         logits, targets = batch()

@@ -50,7 +50,7 @@ def lay_out(
         if (swap := _SWAPS.get(layer.style)) is not None:
             swap(modules[name], layer)
             modules[name].peers = peers
-        if layer.style == "colwise_gather_output" and loss_parallel:
+        if loss_parallel and layer.style == "colwise_gather_output" and len(layer.cuts["weight"].segments) == 1:
             modules[name].output = "logits"
     _keep_off_fast_paths(modules, plan)
     for name, region in plan.regions.items():
@@ -84,16 +84,24 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], plan: TensorPlan) ->
         if name not in held:
             raise ModelError(f"the model has no parameter '{name}' to cut; make the plan of this model")
     for name, layer in plan.layers.items():
-        module = modules[name]
-        if layer.style == "vocab" and isinstance(module, nn.Embedding):
-            check_embedding(name, module)
-        if layer.style == "attention" and isinstance(module, nn.MultiheadAttention):
-            check_attention(name, module, plan.degree)
+        _check_layer(name, modules[name], layer, plan.degree)
     check_trunk(model, plan)
 
 
+def _check_layer(name: str, module: nn.Module, layer: Layer, degree: int) -> None:
+    needed = {"vocab": nn.Embedding, "attention": nn.MultiheadAttention}.get(layer.style, nn.Module)
+    if not isinstance(module, needed):
+        raise ModelError(f"'{name}' is a {type(module).__name__}; the style {layer.style!r} needs nn.{needed.__name__}")
+    if layer.style in _SWAPS and layer.style != "attention" and "weight" not in layer.cuts:
+        raise ModelError(f"the plan's layer '{name}' is {layer.style} and has no cut of its weight; give one")
+    if isinstance(module, nn.Embedding) and layer.style == "vocab":
+        check_embedding(name, module)
+    if isinstance(module, nn.MultiheadAttention) and layer.style == "attention":
+        check_attention(name, module, degree)
+
+
 def _column(module: nn.Module, layer: Layer) -> None:
-    cut_linear(module, Column)
+    cut_linear(module, Column, transposed=layer.cuts["weight"].dim == 1)
     module.cut = layer.cuts["weight"]  # type: ignore[assignment]
 
 
@@ -103,7 +111,7 @@ def _gathering_column(module: nn.Module, layer: Layer) -> None:
 
 
 def _row(module: nn.Module, layer: Layer) -> None:
-    cut_linear(module, Row)
+    cut_linear(module, Row, transposed=layer.cuts["weight"].dim == 0)
 
 
 def _vocab(module: nn.Module, layer: Layer) -> None:
@@ -126,12 +134,11 @@ _SWAPS: dict[str, Callable[[nn.Module, Layer], None]] = {
 def _keep_off_fast_paths(modules: dict[str, nn.Module], plan: TensorPlan) -> None:
     """torch's transformer layers read the weights of the layers inside them in eval, as if they were whole."""
     for name, module in modules.items():
-        if not any(layer.startswith(f"{name}." if name else "") for layer in plan.layers):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        if isinstance(module, nn.TransformerEncoder):
+        prefix = f"{name}." if name else ""
+        if isinstance(module, nn.TransformerEncoder) and any(layer.startswith(prefix) for layer in plan.layers):
             module.use_nested_tensor = False
+        if isinstance(module, nn.TransformerEncoderLayer) and any(layer.startswith(prefix) for layer in plan.layers):
+            module.activation_relu_or_gelu = 0
 
 
 def _cut_parameters(modules: dict[str, nn.Module], cuts: dict[str, Cut], peers: Peers) -> None:
