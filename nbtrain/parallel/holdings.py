@@ -27,9 +27,10 @@ def holdings(model: nn.Module | Trainer, optimizer: Optimizer | None = None) -> 
         optimizer: Whose state counts.
 
     Returns:
-        ``rank``; ``plan`` (text, or None before `parallelize`); ``layout`` ("one device", "replicated",
-        "replicated, optimizer state sharded" or "sharded"); ``num_parameters`` of the whole model; ``local_parameters`` on this rank; ``num_units`` that are
-        gathered as a whole; and ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes``, ``buffers_bytes``.
+        ``rank``; ``plan`` (text, or None before `parallelize`); ``layout`` ("one device", "replicated", "replicated,
+        optimizer state sharded" or "sharded"); ``num_parameters`` of the whole model; ``local_parameters`` on this
+        rank; ``num_units`` that are gathered as a whole; and ``parameters_bytes``, ``gradients_bytes``,
+        ``optimizer_bytes``, ``buffers_bytes``.
     """
     if not isinstance(model, nn.Module):
         return holdings(model.model, model.optimizer)
