@@ -146,12 +146,8 @@ class Stepper:
 
     def mirror_again(self) -> None:
         """Begin to hold what the rank before needs, and let the next one hold the same of this rank. Collective."""
-        if self.redundancy and self.layout.shards_update and self.layout.plan.dp_replicate == 1:
-            raise NotImplementedError(
-                "redundancy=True with zero=1 comes with a later release; type zero=2,redundancy=True or, with twice "
-                "the ranks, zero=1,dp_replicate=2"
-            )
-        if self.redundancy and self.layout.shards and self.layout.plan.dp_replicate == 1:
+        sharded = self.layout.shards or self.layout.shards_update
+        if self.redundancy and sharded and self.layout.plan.dp_replicate == 1:
             self.mirror = Mirror(self.model, self.optimizer, self.layout)
 
     def __getstate__(self) -> dict[str, Any]:

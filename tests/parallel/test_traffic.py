@@ -27,7 +27,7 @@ LAYOUTS = [
     ("zero=1,bucket_mb=0.02", 4),
     ("zero=1,dp_replicate=2", 4),
     ("zero=2", 2),
-    ("zero=3", 4),
+    ("zero=3", 2),
     ("zero=3,precision=bf16", 2),
     ("zero=3,dp_replicate=2", 4),
 ]
