@@ -42,7 +42,7 @@ def mix(module: nn.Module, mixin: type[Mixin], **attributes: Any) -> None:
     """
     if "forward" in vars(module):
         raise ModelError(
-            f"the forward of {type(module).__name__} was set on the instance, where nothing can go around it; define it "
+            f"the forward of {type(module).__name__} was set on the instance, and nothing can go around it; define it "
             "in the class, or, if torch.compile made it, give the model itself with compile=True"
         )
     module.__class__ = _mixed(type(module), mixin, attributes)
