@@ -53,7 +53,8 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module
 def _make_contiguous(model: nn.Module) -> None:
     """FSDP shards parameters in their natural order only; transposed and channels-last ones have the same numbers."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
