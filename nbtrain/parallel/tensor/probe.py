@@ -40,8 +40,8 @@ def probing(model: nn.Module) -> Iterator[None]:
     config = getattr(model, "config", None)
     cache = getattr(config, "use_cache", None)
     fast = torch.backends.mha.get_fastpath_enabled()
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(devices):
+    devices = dict.fromkeys(parameter.device for parameter in model.parameters() if parameter.is_cuda)
+    with torch.random.fork_rng(list(devices)):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             model.eval()
