@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from nbtrain.parallel.tensor.features import Features
-from nbtrain.parallel.tensor.trace import Trace, nodes_of, set_nodes, tensors
+from nbtrain.parallel.tensor.names import nodes_of, set_nodes, tensors
+from nbtrain.parallel.tensor.trace import Trace
 
 Frames = tuple[str, ...]
 

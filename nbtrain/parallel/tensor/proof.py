@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from nbtrain.parallel.tensor.cuts import Cut, TensorPlan
 from nbtrain.parallel.tensor.marks import Mark, Marks, mark
+from nbtrain.parallel.tensor.names import tensors
 from nbtrain.parallel.tensor.probe import Probe, probing
-from nbtrain.parallel.tensor.trace import tensors
 
 TOLERANCE = 1e-3
 """Of the largest number, in fp32; half-precision types round to 3 digits."""
