@@ -53,8 +53,11 @@ def move(features: Features, func: Func, args: Any, kwargs: Any) -> Any:
     if any(nodes_of(value) is not None for value in tensors((rest, kwargs)) if func not in known.LIKE):
         return opaque(features, func, args, kwargs)
     result = func(data, *rest, **kwargs)
-    rest, kwargs = _here(rest), {name: _here(value) for name, value in kwargs.items()}
-    named = _COPYING.get(func, func)(_named(data), *rest, **kwargs)  # names have other strides
+    here = {name: _here(value) for name, value in kwargs.items()}
+    try:
+        named = _COPYING.get(func, func)(_named(data), *_here(rest), **here)  # names have other strides
+    except (RuntimeError, IndexError, TypeError):
+        return opaque(features, func, args, kwargs)
     for out, nodes in zip(tensors(result), tensors(named), strict=True):
         set_nodes(out, nodes)
     return result
