@@ -35,6 +35,16 @@ def row(size: int, dim: int = 1) -> Layer:
 
 
 @contextmanager
+def told(case: str) -> Iterator[None]:
+    """Says which case an error comes from."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(case)
+        raise
+
+
+@contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Which collectives are called inside."""
     calls: Counter[str] = Counter()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import parity
 import zoo
@@ -47,7 +47,8 @@ LAYOUTS = (
 )
 OPTIONS = (
     Option("fp32"),
-    Option("bf16", ",precision=bf16", tolerance=BF16),
+    # one step: where weights were rounded otherwise, the next one's gradients are of another point
+    Option("bf16", ",precision=bf16", Run(steps=1), BF16),
     Option("recompute", ",recompute=full"),
     Option("accumulate", run=Run(steps=2, accumulate=3)),
     Option("clip", run=Run(steps=2, grad_clip=0.05)),
@@ -73,7 +74,7 @@ def outcomes(model: str, layout: Layout, options: tuple[Option, ...] = OPTIONS) 
 def _outcome(model: str, layout: Layout, option: Option) -> str:
     spec = layout.spec + option.spec
     try:
-        parity.check_case(zoo.CASES[model], spec, replace(option.run), option.tolerance)
+        parity.check_case(zoo.CASES[model], spec, option.run, option.tolerance)
     except (ModelError, PlanError) as refused:
         return str(refused).splitlines()[0]
     except Exception as error:

@@ -21,6 +21,7 @@ import nbtrain as nt
 from nbtrain.parallel.mesh import data_coordinate
 from nbtrain.parallel.scaler import Scaling
 from nbtrain.parallel.state import full_gradients
+from nbtrain.parallel.update import ShardedUpdate
 
 SEED = 7
 BATCH = 12
@@ -203,6 +204,13 @@ def _join(batches: list[Any]) -> Any:
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((), batch) if isinstance(batch, dict) else (batch, {})
+
+
+def show_gradients(trainer: nt.Trainer) -> None:
+    """With ``zero=1`` a rank has its pieces of them, until it is asked for more."""
+    if isinstance(trainer.model, ShardedUpdate):
+        assert all(parameter.grad is None for parameter in trainer.model.parameters())
+        trainer.model.gather_gradients()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

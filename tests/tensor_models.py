@@ -90,13 +90,13 @@ class Expanded(Separate):
     """Grouped queries by expand, as Hugging Face writes them."""
 
     def repeat(self, x: Tensor) -> Tensor:
-        B, kv, T, h = x.shape
+        B, _, T, h = x.shape
         times = self.num_heads // self.kv_heads
         return x[:, :, None].expand(B, self.kv_heads, times, T, h).reshape(B, self.num_heads, T, h)
 
 
 class Repeated(Separate):
-    """Query head i uses key head i modulo kv_heads: no contiguous half of the heads is closed."""
+    """Query head i uses key head i modulo kv_heads: a rank's heads are not neighbours."""
 
     def repeat(self, x: Tensor) -> Tensor:
         return x.repeat(1, self.num_heads // self.kv_heads, 1, 1)
@@ -246,7 +246,12 @@ class PostNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out, self.fc1, self.fc2 = (nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Linear(D, 48), nn.Linear(48, D))
+        self.qkv, self.out, self.fc1, self.fc2 = (
+            nn.Linear(D, 3 * D),
+            nn.Linear(D, D),
+            nn.Linear(D, 48),
+            nn.Linear(48, D),
+        )
         self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -323,6 +328,7 @@ def language(attention: Callable[[], nn.Module], mlp: Callable[[], nn.Module] = 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{each.__name__: language(each) for each in (Fused, Permuted, HeadMajor, MinusOne, Sliced, Separate, Merged)},
     **{each.__name__: language(each) for each in (Einsum, Alibi, Relative, MultiQuery)},
+    "Repeated": language(lambda: Repeated(2)),
     "GroupedQuery": language(lambda: Separate(2)),
     "Expanded": language(lambda: Expanded(2)),
     "GatedFused": language(Fused, GatedFused),

@@ -78,8 +78,12 @@ class _Layer:
         return Sum.apply(x, self.parts, self.part, False)
 
     def lay_out(self, model: nn.Module) -> None:
-        entered = {f"{name}.{own}" if name else own for name, region in self.plan.regions.items() if region.inputs
-                   for own in region.layers}
+        entered = {
+            f"{name}.{own}" if name else own
+            for name, region in self.plan.regions.items()
+            if region.inputs
+            for own in region.layers
+        }
         cut: dict[int, nn.Parameter] = {}
         for name, layer in self.plan.layers.items():
             module = model.get_submodule(name)
@@ -89,6 +93,8 @@ class _Layer:
                     piece = part_of(given.detach(), each, self.parts.degree, self.part).clone()
                     cut[id(given)] = nn.Parameter(piece, requires_grad=given.requires_grad)
                 module._parameters[own] = cut[id(given)]
+            if layer.style == "replicate":
+                continue
             forward = getattr(self, layer.style)
             module.forward = forward(module, layer.cuts["weight"], name in entered)  # type: ignore[method-assign]
         for name, region in self.plan.regions.items():
@@ -186,7 +192,7 @@ def in_parts(
 def _gradients(models: list[nn.Module], plan: TensorPlan) -> dict[str, Tensor]:
     cuts = {f"{name}.{own}": cut for name, layer in plan.layers.items() for own, cut in layer.cuts.items()}
     found = {}
-    for name, parameter in models[0].named_parameters():
+    for name, _ in models[0].named_parameters():
         grads = [model.get_parameter(name).grad for model in models]
         if any(grad is None for grad in grads):
             continue

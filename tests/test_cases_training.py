@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parity import FP32, Run, check, rank, whole, world_size
+from parity import FP32, Run, check, rank, show_gradients, whole, world_size
 from ranks import run_ranks
 from torch import nn
 
@@ -17,7 +17,7 @@ import nbtrain as nt
 from nbtrain.errors import BatchError, GradientError, ModelError, OptimizerError, UsageError
 
 SHARDED = ["zero=2", "zero=3"]
-PLANS = ["zero=0", *SHARDED]
+PLANS = ["zero=0", "zero=1", *SHARDED]
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -170,6 +170,7 @@ def test_08_the_norm_is_global(spec: str, ranks: int) -> None:
         trainer = nt.Trainer(net, nt.Plan.parse(spec), optimizer=sgd, **options)
         ids = torch.arange(96).view(8, 12) % models.V
         trainer.step(share(ids), share(ids.flip(0)))
+        show_gradients(trainer)
         loss, count = models.token_sum(twin(ids), ids.flip(0))
         (loss / count).backward()
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1e-3)
@@ -223,6 +224,7 @@ def test_09_a_branch_that_only_some_ranks_take_equals_one_device(spec: str, rank
             x[8 // 2 :] *= 1 if signs[1] == "+" else -1
             y = torch.randn(8, 1, generator=generator)
             trainer.step(share(x), share(y))
+            show_gradients(trainer)
             optimizer.zero_grad()
             parts = [F.mse_loss(twin(a), b) for a, b in zip(x.chunk(ranks), y.chunk(ranks), strict=True)]
             (sum(parts) / ranks).backward()
@@ -244,6 +246,7 @@ def test_09_a_branch_used_in_one_chunk_of_one_rank_counts(spec: str) -> None:
         x, y = torch.ones(4, 2, 8), torch.zeros(4, 2, 1)
         x[0] = -1  # rank 0's first chunk alone takes the other branch
         trainer.step(share(x).flatten(0, 1), share(y).flatten(0, 1))
+        show_gradients(trainer)
         (sum(F.mse_loss(twin(a), b) for a, b in zip(x, y, strict=True)) / 4).backward()
         for (name, got), expected in zip(trainer.model.named_parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
@@ -334,6 +337,7 @@ def test_12_a_rank_without_any_valid_token_learns_from_the_others(spec: str) -> 
         targets = ids.clone()
         targets[:2] = -100
         loss = trainer.step(share(ids), share(targets))
+        show_gradients(trainer)
         total, count = models.token_sum(twin(ids), targets)
         torch.testing.assert_close(loss, (total / count).detach())
         (total / count).backward()

@@ -76,6 +76,7 @@ class Bucket:
         pieces: For each parameter, what of it lies in this rank's part: of one dim, or, where parameters are whole, of
             the parameter's shape. Of 0 elements where nothing does.
         weights: (num_parts x part) elements.
+        num_adopted: How often a parameter was taken back.
         waiting: Indices of parameters whose final gradient has not arrived yet.
     """
 
@@ -87,6 +88,7 @@ class Bucket:
         self._gradients: torch.Tensor | None = None
         self._gradient_views: list[torch.Tensor] = []
         self._views = self._cut(self.weights)
+        self.num_adopted = 0
         self.adopt()
         self.pieces = [nn.Parameter(piece) for piece in self._own(self.weights)]
         self.waiting: set[int] = set()
@@ -102,6 +104,7 @@ class Bucket:
             if parameter.data_ptr() != view.data_ptr() and parameter.numel():
                 view.copy_(parameter.detach())
                 parameter.data = view
+                self.num_adopted += 1
 
     @property
     def gradients(self) -> torch.Tensor:

@@ -43,7 +43,7 @@ def _row(row: Row, expected: Any, got: Any) -> Row:
     if expected is None or got is None:
         side = "one device has none" if expected is None else "the plan has none"
         return row if expected is got else replace(row, error=math.inf, note=f"is on one side only: {side}")
-    ours, theirs = got.detach().cpu().double(), expected.detach().cpu().double()
+    ours, theirs = _plain(got), _plain(expected)
     if ours.shape != theirs.shape:
         return replace(row, error=math.inf, note=f"is {tuple(ours.shape)} and must be {tuple(theirs.shape)}")
     error = (ours - theirs).abs().max().item() if ours.numel() else 0.0
@@ -51,6 +51,13 @@ def _row(row: Row, expected: Any, got: Any) -> Row:
         alike = torch.equal(ours.nan_to_num(), theirs.nan_to_num())
         return row if alike else replace(row, error=math.inf, note="has numbers that are not finite")
     return replace(row, error=error, factor=None if error <= row.allowed else _factor(theirs, ours, row.allowed))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """float64 on the CPU; complex numbers as pairs."""
+    tensor = tensor.detach().cpu()
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
 
 
 def _factor(expected: torch.Tensor, got: torch.Tensor, allowed: float) -> float | None:
@@ -65,7 +72,7 @@ def _factor(expected: torch.Tensor, got: torch.Tensor, allowed: float) -> float 
 def _largest(value: Any) -> float:
     if not isinstance(value, torch.Tensor) or not value.numel():
         return 0.0
-    return value.detach().abs().max().item()
+    return _plain(value).abs().max().item()
 
 
 def merged(rows: list[Row]) -> tuple[Row, ...]:

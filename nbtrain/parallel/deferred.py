@@ -37,8 +37,8 @@ def meta_init(seed: int = 0) -> Iterator[None]:
 
     Their weights are what their own initialisation draws, from numbers that depend on ``seed`` and the parameter's
     name (the first of a tied one), and on nothing else: any plan on any number of ranks starts from the same weights,
-    on one kind of device. The largest memory of a rank is its shards and one whole parameter. Memory that a
-    constructor leaves uninitialised is 0. Random numbers outside the block are not touched.
+    on one kind of device. The largest memory of a rank is its shards, one whole parameter and its part of that.
+    Memory that a constructor leaves uninitialised is 0. Random numbers outside the block are not touched.
 
     Whatever changes the weights belongs inside: ``apply(init)``, ``to(dtype)``, tying, ``copy.deepcopy``.
 

@@ -13,11 +13,16 @@ direction, measured 14 and 6 times as fast on 2 ranks (24 MB, loopback), and bot
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+Message = tuple[torch.Tensor, int, torch.Tensor, int]
+"""What is sent, to whom, where what is heard goes, from whom: ranks of the group."""
 
 Finish = Callable[[], None]
 """Waits for what was begun."""
@@ -25,6 +30,9 @@ Finish = Callable[[], None]
 # torch 2.13 renamed them and warns at the old names
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_begun: Counter[str] = Counter()  # exchanges, by the group's name
+_now: list[dict[str, Any]] = []
 
 
 def part(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -46,14 +54,11 @@ def begin_reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup, tag: int)
         return finish
     parts = flat.view(group.size(), -1)
     heard = torch.empty_like(parts[1:])
-    works = [
-        work
-        for (to, source), room in zip(_pairs(group), heard, strict=True)
-        for work in _messages(parts[to], to, room, source, group, tag)
-    ]
+    messages = [(parts[to], to, room, source) for (to, source), room in zip(_pairs(group), heard, strict=True)]
+    wait = _exchanged("reduce_scatter", messages, flat, group, tag)
 
     def add() -> None:
-        _wait(works)
+        wait()
         for room in heard:
             own.add_(room)
 
@@ -67,8 +72,16 @@ def begin_all_gather(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> 
         finish: Finish = _all_gather(flat, own, group=group, async_op=True).wait
         return finish
     parts = flat.view(group.size(), -1)
-    works = [work for to, source in _pairs(group) for work in _messages(own, to, parts[source], source, group, tag)]
-    return lambda: _wait(works)
+    messages = [(own, to, parts[source], source) for to, source in _pairs(group)]
+    return _exchanged("all_gather", messages, flat, group, tag)
+
+
+def waiting() -> list[dict[str, Any]]:
+    """What this rank waits in: messages between CPUs, which torch's flight recorder does not see. From any thread.
+
+    Each with ``op``, ``group`` (its name), ``ranks`` (of the group), ``seq``, ``sizes``, ``dtypes`` and ``waits_s``.
+    """
+    return [{**entry, "waits_s": time.time() - entry["since"]} for entry in list(_now)]
 
 
 def _pairs(group: dist.ProcessGroup) -> list[tuple[int, int]]:
@@ -77,13 +90,26 @@ def _pairs(group: dist.ProcessGroup) -> list[tuple[int, int]]:
     return [((own + distance) % size, (own - distance) % size) for distance in range(1, size)]
 
 
-def _messages(
-    outgoing: torch.Tensor, to: int, room: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int
-) -> list[Any]:
+def _exchanged(op: str, messages: list[Message], flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
+    name = group.group_name
+    _begun[name] += 1
+    entry = {"op": op, "group": name, "seq": _begun[name], "sizes": [list(flat.shape)], "since": time.time()}
+    works = [work for message in messages for work in _begin(message, group, tag)]
+
+    def wait() -> None:
+        ranks = dist.get_process_group_ranks(group)
+        dtypes = [str(flat.dtype).removeprefix("torch.")]
+        _now.append({**entry, "ranks": ranks, "dtypes": dtypes})
+        try:
+            for work in works:
+                work.wait()
+        finally:
+            _now.pop()
+
+    return wait
+
+
+def _begin(message: Message, group: dist.ProcessGroup, tag: int) -> list[Any]:
+    outgoing, to, room, source = message
     sent = dist.isend(outgoing, group=group, tag=tag, group_dst=to)
     return [sent, dist.irecv(room, group=group, tag=tag, group_src=source)]
-
-
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()

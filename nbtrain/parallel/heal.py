@@ -33,9 +33,10 @@ _DEFINED = (types.ModuleType, types.FunctionType, type)
 _AGAIN = "make the model and the trainer again on all ranks, and load what you saved of state_dict()"
 _TRAINER_AGAIN = "the model is whole: make the trainer again on all ranks"
 _ORDER: list[type] = [ModelHeir, TrainerHeir, LoaderHeir]  # what comes later may link to what was before
-_STATE_GONE = "its optimizer state was on no other rank (dp_replicate=2 keeps a copy)"
-_PIECES_GONE = "its pieces of the step that was under way were on no other rank (dp_replicate=2 keeps a copy)"
-_GONE = "its shards were on no other rank (Trainer(..., redundancy=True) keeps a copy)"
+_KEPT = "on no other rank (Trainer(..., redundancy=True) keeps a copy)"
+_GONE = f"its shards were {_KEPT}"
+_STATE_GONE = f"its optimizer state was {_KEPT}"
+_PIECES_GONE = f"its pieces of the step that was under way were {_KEPT}"
 
 
 def heal(namespace: dict[str, Any], newcomers: tuple[int, ...]) -> dict[str, Any]:
@@ -155,10 +156,9 @@ class _Healing:
             holder = self._holder(key, newcomer)
             if alike:
                 routes[newcomer] = (alike[0], False)
-            elif pieces:
-                return _STATE_GONE if isinstance(heir, TrainerHeir) else _PIECES_GONE
             elif holder is None:
-                return _GONE
+                state = _STATE_GONE if isinstance(heir, TrainerHeir) else _PIECES_GONE
+                return state if pieces else _GONE
             elif holder in self._newcomers:
                 return (
                     f"ranks {newcomer} and {holder} are both new, and {holder} alone had a copy of {newcomer}'s shards"

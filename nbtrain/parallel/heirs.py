@@ -139,7 +139,8 @@ class ModelHeir(Heir):
             return own
         mirror = here.belongings.steppers_of(self.key)[0].mirror
         assert mirror is not None, "that is the route"
-        return {**own, "parameters": mirror.parameters()}
+        kind = "pieces" if isinstance(here.belongings.models[self.key].layout.result, ShardedUpdate) else "parameters"
+        return {**own, kind: mirror.parameters()}
 
     def build(self, here: Here, structure: bytes) -> None:
         blueprint, plan, how, (values, trained), update = here.unpack(structure)
@@ -156,7 +157,10 @@ class ModelHeir(Heir):
         here.belongings.models[self.key] = Model(layout, module)
 
     def take(self, here: Here, numbers: Any) -> None:
-        take_weights(here.belongings.models[self.key].module, numbers)
+        model = here.belongings.models[self.key]
+        take_weights(model.module, numbers)
+        if "pieces" in numbers and isinstance(model.layout.result, ShardedUpdate):
+            model.layout.result.take_pieces(numbers["pieces"])
 
     def shelf(self, belongings: Belongings) -> tuple[dict[Any, Any], Any]:
         return belongings.models, self.key

@@ -1,5 +1,5 @@
 """Memory for a model that was built under `meta_init`: one tensor at a time, so that a rank never holds more than its
-part and one whole parameter."""
+shards and one whole parameter, of which it then slices its part."""
 
 from __future__ import annotations
 

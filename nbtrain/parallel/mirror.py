@@ -1,5 +1,7 @@
 """`Mirror`: each rank's shards a second time, on the next rank of the shard group, in host memory.
 
+With ``zero=1`` they are its pieces: the others have the weights anyway, but not while they are owed.
+
 ::
 
     rank r      backward -> gradient shards --------------+--> wait for all -> optimizer on r's shards
@@ -27,13 +29,14 @@ from nbtrain.parallel.local import local
 from nbtrain.parallel.optimizer import ELEMENTWISE
 from nbtrain.parallel.snapshot import random_state
 from nbtrain.parallel.transfer import pass_along, swap
+from nbtrain.parallel.update import ShardedUpdate
 
 
 class Mirror:
     """Of one trainer on this rank: sends to the next rank of the shard group, holds for the one before.
 
     Args:
-        model: Sharded, without replicas.
+        model: Sharded, or with a sharded update, without replicas.
         optimizer: Of its parameters.
         layout: Of the model.
 
@@ -44,7 +47,10 @@ class Mirror:
     def __init__(self, model: nn.Module, optimizer: Optimizer, layout: Layout) -> None:
         _check(optimizer)
         self._layout, self._optimizer = layout, optimizer
-        self._own = list(model.parameters())
+        self._model = model
+        self._update = model if isinstance(model, ShardedUpdate) else None
+        named = model.named_parameters() if self._update is None else self._update.named_pieces()
+        self._own = [part for _, part in named]
         self._twins: list[nn.Parameter] = []
         self._twin_optimizer: Optimizer | None = None
         self._gradients = torch.empty(0)
@@ -86,8 +92,8 @@ class Mirror:
         assert self._twin_optimizer is not None, "seeded when it was made"
         trained = self._trained()
         parts = torch.split(self._gradients.mul_(factor), [twin.numel() for _, twin in trained])
-        for (own, twin), part in zip(trained, parts, strict=True):
-            twin.grad = None if own.grad is None else part.view_as(twin)
+        for index, ((own, twin), part) in enumerate(zip(trained, parts, strict=True)):
+            twin.grad = part.to(twin.dtype).view_as(twin) if self._is_stepped(index, own, twin) else None
         for group, twin_group in zip(self._optimizer.param_groups, self._twin_optimizer.param_groups, strict=True):
             twin_group.update(self._options(group))
         self._twin_optimizer.step()
@@ -113,6 +119,12 @@ class Mirror:
         assert self._twin_optimizer is not None, "seeded when it was made"
         own = optimizer_state.portable_state(self._optimizer)
         twin = optimizer_state.portable_state(self._twin_optimizer)
+        if self._update is not None:  # a piece may be here and not there
+            devices = {key: device for mine in own for key, (_, _, device) in mine.items()}
+            return [
+                {key: (kind, value, devices.get(key, device)) for key, (kind, value, device) in theirs.items()}
+                for theirs in twin
+            ]
         return [
             {key: (kind, theirs[key][1], device) for key, (kind, _, device) in mine.items()}
             for mine, theirs in zip(own, twin, strict=True)
@@ -163,12 +175,22 @@ class Mirror:
             options.update({key: False for key in ("capturable",) if key in options})
         return options
 
+    def _is_stepped(self, index: int, own: nn.Parameter, twin: nn.Parameter) -> bool:
+        """Whether the optimizer of the rank before steps its part of a parameter."""
+        if self._update is None:
+            return own.grad is not None
+        return twin.numel() > 0 and self._update.is_used(index)
+
     def _trained(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Own parameters with their twins; of frozen ones a copy is enough."""
         return [pair for pair in zip(self._own, self._twins, strict=True) if pair[0].requires_grad]
 
     def _mark(self) -> _Mark:
-        versions = [parameter._version + local(parameter)._version for parameter in self._own]
+        # of the model's, too: with pieces somebody sets those
+        held = [*self._own, *self._model.parameters()]
+        versions = [parameter._version + local(parameter)._version for parameter in held]
+        if self._update is not None:
+            versions.append(self._update.num_adopted)
         groups = [len(group["params"]) for group in self._optimizer.param_groups]
         return _Mark([*versions, *groups], self._optimizer.state)
 

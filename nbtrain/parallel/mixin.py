@@ -42,8 +42,8 @@ def mix(module: nn.Module, mixin: type[Mixin], **attributes: Any) -> None:
     """
     if "forward" in vars(module):
         raise ModelError(
-            f"the forward of {type(module).__name__} was set on the instance; define it in the class, or set it after "
-            "the model is laid out"
+            f"the forward of {type(module).__name__} was set on the instance, and nothing can go around it; define it "
+            "in the class, or, if torch.compile made it, give the model itself with compile=True"
         )
     module.__class__ = _mixed(type(module), mixin, attributes)
 

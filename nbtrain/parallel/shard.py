@@ -53,7 +53,8 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module
 def _make_contiguous(model: nn.Module) -> None:
     """FSDP shards parameters in their natural order only; transposed and channels-last ones have the same numbers."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
@@ -95,6 +96,14 @@ def regroup(model: nn.Module) -> None:
             for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
                 info.__post_init__()
             vars(group).pop("_all_gather_process_group", None)
+
+
+def num_root_parameters(model: nn.Module) -> int:
+    """Parameters in no unit, which the root gathers; 0 where FSDP does not shard."""
+    if not isinstance(model, FSDPModule):
+        return 0
+    groups = cast(Any, model)._get_fsdp_state()._fsdp_param_groups
+    return sum(record.sharded_param.numel() for group in groups for record in group.fsdp_params)
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:

@@ -2,7 +2,7 @@
 
 ::
 
-    forward, backward of each chunk     gradients of sum / reference, reduced by DDP or FSDP
+    forward, backward of each chunk     gradients of sum / divisor, reduced by DDP or FSDP
     sum partial gradients               with tensor parallelism: of whole parameters that act on cut activations
     mirror gradients                    with redundancy: to the rank that would stand in for this one
     reduce totals                       loss sum, weight, norm, used parameters: the one place where ranks wait
@@ -109,7 +109,7 @@ class Stepper:
             self.layout.draws.begin(step)
         try:
             gradients.drop(self.parameters)
-            if self.layout.everyone is None:
+            if self.layout.everyone is None and (self.scaling is None or self._settled is None):
                 self.reference = float(whole.num_samples or 1)
             settled = self._attempt(chunks, step)
             if settled.skipped and settled.reference >= 2 * self.reference:
@@ -146,12 +146,8 @@ class Stepper:
 
     def mirror_again(self) -> None:
         """Begin to hold what the rank before needs, and let the next one hold the same of this rank. Collective."""
-        if self.redundancy and self.layout.shards_update and self.layout.plan.dp_replicate == 1:
-            raise NotImplementedError(
-                "redundancy=True with zero=1 comes with a later release; type zero=2,redundancy=True or, with twice "
-                "the ranks, zero=1,dp_replicate=2"
-            )
-        if self.redundancy and self.layout.shards and self.layout.plan.dp_replicate == 1:
+        sharded = self.layout.shards or self.layout.shards_update
+        if self.redundancy and sharded and self.layout.plan.dp_replicate == 1:
             self.mirror = Mirror(self.model, self.optimizer, self.layout)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -279,7 +275,8 @@ class Stepper:
         named = model.named_pieces() if isinstance(model, ShardedUpdate) else model.named_parameters()
         names: list[str] = gradients.not_finite(named)
         if self.layout.everyone is not None:
-            names = _union(names, self.layout.everyone)
+            known = _union(names, self.layout.everyone)
+            names = [name for name, _ in model.named_parameters() if name in known]
         raise GradientError(
             f"the gradient norm is {norm} at step {self.phase.step}, from {_some(names)}; the weights are those of "
             "the step before: look at the batch, or lower the learning rate"
@@ -344,10 +341,10 @@ class Settled:
 Standing = tuple[Phase, Settled | None, bool]
 
 
-def _union(names: list[str], group: dist.ProcessGroup) -> list[str]:
+def _union(names: list[str], group: dist.ProcessGroup) -> set[str]:
     lists: list[list[str]] = [[]] * group.size()
     dist.all_gather_object(lists, names, group=group)
-    return list(dict.fromkeys(name for part in lists for name in part))
+    return {name for part in lists for name in part}
 
 
 def _some(names: list[str]) -> str:

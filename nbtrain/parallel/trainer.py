@@ -50,9 +50,9 @@ class Trainer:
         accumulate: Chunks into which `step` cuts its batch; one optimizer step takes the gradients of all. DDP
             reduces gradients with the last chunk; FSDP with every chunk, so that they stay sharded.
         redundancy: A rank that dies costs no step, whatever the plan. Replicas (``zero=0``, ``dp_replicate``) have
-            what it held anyway; shards without replicas are kept a second time on the next rank, in host memory: one
-            more shard of weights and optimizer state, one more optimizer step on the CPU, and the traffic of one
-            gradient shard a step. It needs an element-wise optimizer of torch.optim.
+            what it held anyway; shards without replicas (with ``zero=1``, of the update) are kept a second time on the
+            next rank, in host memory: one more shard of weights and optimizer state, one more optimizer step on the
+            CPU, and the traffic of one gradient shard a step. It needs an element-wise optimizer of torch.optim.
         probe: With ``tp``: a tiny batch of the model's inputs, where `parallelize` cannot make one up.
         compile: As of `parallelize`: True compiles each repeated block.
         ddp: As of `parallelize`.
@@ -121,6 +121,8 @@ class Trainer:
         With ``precision=fp16`` the loss is scaled before backward. A step whose gradients are not finite on some rank
         counts as done but is skipped by all: neither optimizer nor scheduler steps, and the scale halves.
 
+        A rank whose batch has 0 samples (`nbtrain.loader` with ``uneven=True``) joins: it adds nothing and takes part.
+
         A step that raises leaves weights and optimizer as they were, and the trainer usable.
 
         Returns:
@@ -188,7 +190,9 @@ class Trainer:
         self._let_go()
         held = holdings(self)
         lines = [
-            self.plan.describe(num_parameters=held["num_parameters"]),
+            self.plan.describe(
+                num_parameters=held["num_parameters"], root_parameters=shard.num_root_parameters(self.model)
+            ),
             holdings_text(held),
             *bucket_text(self.model),
         ]

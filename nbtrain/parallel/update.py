@@ -15,7 +15,7 @@ An interrupt or a death between the optimizer's step and the end of the gather l
 pieces and some old ones of others. So weights are `owed` from the step until they are gathered. The gather isn't
 interruptible; where it fails because a rank died, groups are formed again, the ranks agree on what is owed, a newcomer
 gets its pieces from a replica, and whatever needs the weights next gathers again, which sends nothing but pieces that
-are new. Pieces of a dead rank without a replica (``dp_replicate``) are lost: its optimizer state always, its weights
+are new. Pieces of a dead rank without a replica or mirror are lost: its optimizer state always, its weights
 where they were owed.
 """
 
@@ -115,6 +115,12 @@ class ShardedUpdate(Replica):
         if whole != self.whole:
             self.arrange(whole=whole)
 
+    @torch.no_grad()
+    def take_pieces(self, pieces: list[torch.Tensor]) -> None:
+        """Copies in those of a lost rank, in the order of `named_pieces`; the other ranks are owed them."""
+        for (_, own), piece in zip(self.named_pieces(), pieces, strict=True):
+            own.copy_(piece)
+
     def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each trained parameter's piece under the parameter's name; of 0 elements where it lies on other ranks."""
         pieces = {id(parameter): piece for parameter, piece in self._pairs()}
@@ -126,6 +132,15 @@ class ShardedUpdate(Replica):
     def gradient_bytes(self) -> int:
         """Of the buffers, which stay from step to step."""
         return sum(bucket.gradient_bytes for bucket in self._buckets)
+
+    @property
+    def num_adopted(self) -> int:
+        """How often the data of a parameter was set from outside."""
+        return sum(bucket.num_adopted for bucket in self._buckets)
+
+    def is_used(self, index: int) -> bool:
+        """Whether any rank used a parameter in the last step, by its number among those that train."""
+        return not isinstance(self.usage, _PieceUsage) or index not in self.usage.unused
 
     def bucket_bytes(self) -> list[int]:
         return [bucket.weights.nbytes for bucket in self._buckets]
@@ -181,10 +196,9 @@ class ShardedUpdate(Replica):
             yield from bucket.show()
 
     def _used(self) -> Iterator[bool]:
-        unused = self.usage.unused if isinstance(self.usage, _PieceUsage) else set()
         indices = {id(parameter): index for index, parameter in enumerate(self._trained)}
         for parameter, _ in self._pairs():
-            yield indices[id(parameter)] not in unused
+            yield self.is_used(indices[id(parameter)])
 
     def _syncs(self) -> bool:
         return self._is_reducing

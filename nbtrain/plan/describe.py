@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbtrain.plan.footprint import elements_moved, format_bytes, gathered_bytes, model_states
+from nbtrain.plan.footprint import bytes_moved, format_bytes, gathered_bytes, model_states
 
 if TYPE_CHECKING:
     from nbtrain.plan.plan import Plan
 
 
-def describe(plan: Plan, num_parameters: int | None) -> str:
-    """A few lines of text; bytes and elements when the plan is resolved and ``num_parameters`` is known."""
+_TP_TRAFFIC = {False: "4 all-reduces", True: "4 all-gathers and 4 reduce-scatters"}
+
+
+def describe(plan: Plan, num_parameters: int | None, root_parameters: int = 0) -> str:
+    """A few lines of text; bytes when the plan is resolved and ``num_parameters`` is known."""
     lines = [_title(plan), *_states(plan), _traffic(plan)]
     lines += [*_precision(plan), *_recompute(plan), *_offload(plan)]
     lines += _model_parallel(plan)
     if num_parameters is not None and _is_resolved(plan):
-        lines += _amounts(plan, num_parameters)
+        lines += _amounts(plan, num_parameters, root_parameters)
     return "\n".join(lines)
 
 
@@ -60,9 +63,16 @@ def _traffic(plan: Plan) -> str:
         return f"{name}nothing"
     if plan.zero == 0 or plan.dp_shard == 1:
         return f"{name}an all-reduce of the gradients (2P elements)"
+    if plan.zero == 1:
+        moved = f"{name}a reduce-scatter of the gradients (P elements), an all-gather of the updated parameters (P)"
+        return moved + _across(plan)
     gathers = "two all-gathers of the parameters (2P)" if plan.zero == 3 else "an all-gather of the parameters (P)"
     moved = f"{name}{gathers}, a reduce-scatter of the gradients (P)"
-    return moved + (", an all-reduce of its shards across replicas" if plan.dp_replicate != 1 else "")
+    return moved + _across(plan)
+
+
+def _across(plan: Plan) -> str:
+    return ", an all-reduce of its shards across replicas" if plan.dp_replicate != 1 else ""
 
 
 def _precision(plan: Plan) -> list[str]:
@@ -95,12 +105,15 @@ def _model_parallel(plan: Plan) -> list[str]:
     if plan.tp > 1:
         sequence = ", activations sharded by sequence between them" if plan.sequence_parallel else ""
         lines.append(f"  tensor parallel  layers split over {plan.tp} ranks{sequence}")
+        lines.append(
+            f"  activations      {_TP_TRAFFIC[plan.sequence_parallel]} a layer and microbatch, of its whole output"
+        )
     if plan.pp > 1:
         lines.append(f"  pipeline         {plan.pp} ranks, schedule {plan.schedule}")
     return lines
 
 
-def _amounts(plan: Plan, num_parameters: int) -> list[str]:
+def _amounts(plan: Plan, num_parameters: int, root_parameters: int) -> list[str]:
     states = model_states(plan, num_parameters)
     gathered = gathered_bytes(plan, num_parameters)
     parts = [
@@ -111,5 +124,13 @@ def _amounts(plan: Plan, num_parameters: int) -> list[str]:
     during = f" (+ {format_bytes(gathered)} gathered in a step)" if gathered else ""
     return [
         f"  a rank holds     {' + '.join(parts)} = {format_bytes(states.total_bytes)}{during}",
-        f"  a rank sends     about {elements_moved(plan, num_parameters):,.0f} elements a step",
+        f"  a rank sends     {_sent(bytes_moved(plan, num_parameters, root_parameters))}",
     ]
+
+
+def _sent(moved: dict[str, float]) -> str:
+    """``3.0 MiB a step: 2.0 MiB in all-gather, 1.0 MiB in reduce-scatter``."""
+    if not moved:
+        return "nothing"
+    parts = [f"{format_bytes(num_bytes)} in {name}" for name, num_bytes in moved.items()]
+    return f"{format_bytes(sum(moved.values()))} a step: {', '.join(parts)}"

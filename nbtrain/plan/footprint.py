@@ -54,24 +54,42 @@ def gathered_bytes(plan: Plan, num_parameters: int) -> float:
     return element_bytes * num_parameters / (plan.tp * plan.pp)
 
 
-def elements_moved(plan: Plan, num_parameters: int) -> float:
+def elements_moved(plan: Plan, num_parameters: int, root_parameters: int = 0) -> float:
     """Elements that the data-parallel collectives of one step send from a rank, ring algorithms assumed.
 
     An all-gather or a reduce-scatter of P elements over N ranks moves P (N-1)/N, an all-reduce twice that
-    (ZeRO, section 7: 2P for stages 0 to 2, 3P for stage 3). FSDP gathers its root unit once, not twice; this
-    counts it as a block, so it is an upper bound for ``zero=3``.
+    (ZeRO, section 7: 2P for stages 0 to 2, 3P for stage 3).
 
     Args:
         plan: Resolved.
         num_parameters: Of the unsharded model.
+        root_parameters: Those of FSDP's root unit, which ``zero=3`` gathers once and not twice: 0 gives an upper bound.
     """
-    share = num_parameters / (plan.tp * plan.pp)
-    if plan.zero == 0:
-        return 2 * share * _ring(plan.dp)
-    passes = 3 if plan.zero == 3 else 2
-    inside = passes * share * _ring(plan.dp_shard)
-    across = 2 * share / plan.dp_shard * _ring(plan.dp_replicate)
-    return inside + across
+    return sum(_moved(plan, num_parameters, root_parameters).values())
+
+
+def bytes_moved(plan: Plan, num_parameters: int, root_parameters: int = 0) -> dict[str, float]:
+    """The bytes of `elements_moved` by collective: ``all-gather``, ``reduce-scatter``, ``all-reduce``; without zeros.
+
+    Weights and gradients travel as fp32, but FSDP gathers bf16 weights under ``precision="bf16"``. It reduces with
+    every chunk of ``accumulate=k``, so that its step moves k times as much; the others reduce once.
+    """
+    gathers_half = plan.zero >= 2 and plan.precision != "fp32"
+    widths = {"all-gather": FP32_BYTES // 2 if gathers_half else FP32_BYTES}
+    moved = _moved(plan, num_parameters, root_parameters)
+    return {name: elements * widths.get(name, FP32_BYTES) for name, elements in moved.items() if elements}
+
+
+def _moved(plan: Plan, num_parameters: int, root_parameters: int) -> dict[str, float]:
+    share, root = num_parameters / (plan.tp * plan.pp), root_parameters / (plan.tp * plan.pp)
+    if plan.zero == 0 or plan.dp_shard == 1:
+        return {"all-reduce": 2 * share * _ring(plan.dp)}
+    gathered = 2 * share - root if plan.zero == 3 else share
+    return {
+        "all-gather": gathered * _ring(plan.dp_shard),
+        "reduce-scatter": share * _ring(plan.dp_shard),
+        "all-reduce": 2 * share / plan.dp_shard * _ring(plan.dp_replicate),
+    }
 
 
 def _ring(ranks: int) -> float:

@@ -34,8 +34,9 @@ class Plan:
         loss_parallel: Compute the loss on logits that are sharded by vocabulary.
         tp_plan: ``"auto"`` or ``{name pattern: style}``.
         split: ``"auto"`` or the names of the modules that begin a stage.
-        precision: Of compute: "fp32", "bf16" (fp32 weights and reductions are kept), "fp16".
-        recompute: "none", "full", "selective" or n, for every n-th block.
+        precision: Of compute: "fp32", "bf16", "fp16" (with a loss scale); weights and reductions are fp32 in all.
+        recompute: What blocks compute again in backward: "none"; "full", everything; "selective", all but matrix
+            products and attention; n, everything in every n-th block.
         offload: None or any of "params", "optimizer", "activations"; ``"params+optimizer"`` is understood.
         algorithm: Data-parallel communication; other than "allreduce" needs ``zero=0``.
         bucket_mb: Gradient bucket of DDP in MiB; None takes torch's.
@@ -130,14 +131,17 @@ class Plan:
         """Raises `NotImplementedError` that names the first field whose value this release cannot run."""
         support.require_supported(self)
 
-    def describe(self, world_size: int | None = None, num_parameters: int | None = None) -> str:
+    def describe(
+        self, world_size: int | None = None, num_parameters: int | None = None, root_parameters: int = 0
+    ) -> str:
         """What is sharded, replicated and moved, per rank and step, as text.
 
         Args:
             world_size: Resolves the plan first; without it open degrees stay symbols.
-            num_parameters: Of the unsharded model; with it the text gives bytes (fp32 Adam) and elements.
+            num_parameters: Of the unsharded model; with it the text gives bytes held (fp32 Adam) and sent.
+            root_parameters: Of those, FSDP's root unit's, which ``zero=3`` gathers once a step and not twice.
         """
-        return describe(self if world_size is None else self.resolve(world_size), num_parameters)
+        return describe(self if world_size is None else self.resolve(world_size), num_parameters, root_parameters)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value}" for name, value in {"zero": self.zero, **self._changes()}.items())

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.backends.registry
 import torch._functorch.aot_autograd
 import torch.nn.functional as F
-from parity import FP32, FP16, Run, check
+from parity import FP16, FP32, Run, check
 from ranks import run_ranks
 from torch import nn
 

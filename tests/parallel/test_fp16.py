@@ -30,7 +30,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(("spec", "ranks"), LAYOUTS)
 def test_stays_near_fp32(spec: str, ranks: int) -> None:
     def on_rank() -> None:
-        for model in ("gpt", "gpt_ragged", "llama"):
+        for model in ("gpt_ragged", "llama") if ranks < 4 else ("gpt_ragged",):
             run = Run(steps=2, accumulate=2, grad_clip=1.0, loss_scale=2.0**10)
             check(model, f"{spec},precision=fp16", run, FP16)
 
@@ -72,9 +72,8 @@ class Plain:
 
 
 @pytest.mark.parametrize(("spec", "ranks"), LAYOUTS)
-@pytest.mark.parametrize(("factor", "clip"), [(1.0, None), (1e6, None), (1e6, 0.5)])
-def test_skips_what_gradscaler_skips(spec: str, ranks: int, factor: float, clip: float | None) -> None:
-    def on_rank() -> int:
+def test_skips_what_gradscaler_skips(spec: str, ranks: int) -> None:
+    def skips(factor: float, clip: float | None) -> int:
         torch.manual_seed(0)
         net, twin = models.MLP(), models.MLP()
         twin.load_state_dict(net.state_dict())
@@ -84,7 +83,7 @@ def test_skips_what_gradscaler_skips(spec: str, ranks: int, factor: float, clip:
         )
         generator = torch.Generator().manual_seed(1)
         skipped = 0
-        for step in range(10):
+        for step in range(8):
             x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 3, generator=generator)
             before = trainer.state_dict()
             skipped += plain.step(x, y)
@@ -93,16 +92,20 @@ def test_skips_what_gradscaler_skips(spec: str, ranks: int, factor: float, clip:
             assert (trainer.loss_scale, trainer.num_skipped) == (plain.scaler.get_scale(), skipped), step
             if skipped == step + 1:
                 torch.testing.assert_close(trainer.state_dict(), before, rtol=0, atol=0)
-        assert trainer.num_steps == 10
+        assert trainer.num_steps == 8
         if factor == 1 or clip:  # a loss of 1e6 without clipping goes anywhere
             parity._compare_states(twin.state_dict(), trainer.state_dict(), SAME_FP16)
         return skipped
 
-    skipped = set(run_ranks(on_rank, ranks))
-    assert skipped == {0} if factor == 1 else min(skipped) >= 5
+    def on_rank() -> None:
+        assert skips(1.0, None) == 0
+        assert skips(1e6, None) >= 5
+        assert skips(1e6, 0.5) >= 5
+
+    run_ranks(on_rank, ranks)
 
 
-@pytest.mark.parametrize("spec", ["zero=0", "zero=2", "zero=3"])
+@pytest.mark.parametrize("spec", ["zero=0", "zero=3"])
 def test_an_overflow_on_one_rank_is_skipped_by_all(spec: str) -> None:
     def on_rank() -> None:
         def loss_fn(output: torch.Tensor, target: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -151,8 +154,8 @@ def test_gradients_that_are_looked_at_and_their_norm_are_not_scaled(spec: str) -
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize("spec", ["zero=0", "zero=3"])
-def test_a_first_step_whose_weight_nobody_knows_is_not_skipped(spec: str) -> None:
+@pytest.mark.parametrize(("spec", "ranks"), [("zero=0", 1), ("zero=0", 2), ("zero=3", 2)])
+def test_a_first_step_whose_weight_nobody_knows_is_not_skipped(spec: str, ranks: int) -> None:
     """Gradients are divided by the weight of the step before; without one they are those of the sum."""
 
     def on_rank() -> None:
@@ -171,7 +174,7 @@ def test_a_first_step_whose_weight_nobody_knows_is_not_skipped(spec: str) -> Non
             assert (len(forwards), trainer.num_skipped, trainer.loss_scale) == (expected, 0, 2.0**16)
         assert trainer.state_dict()["stem.1.num_batches_tracked"] == 2
 
-    run_ranks(on_rank, 2)
+    run_ranks(on_rank, ranks)
 
 
 def test_the_scale_is_gradscalers() -> None:
@@ -236,6 +239,22 @@ def test_ranks_whose_scales_differ_never_mix_their_gradients() -> None:
             trainer.step(*batch)
         trainer.step(*batch)
         assert trainer.loss_scale == 2.0**16
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("spec", ["zero=0", "zero=3"])
+def test_blocks_hand_on_16_bits_and_the_model_gives_32(spec: str) -> None:
+    """Of FACTS 17: cast to fp32 behind every block, the next one's memory and traffic would double."""
+
+    def on_rank() -> None:
+        net = nt.parallelize(models.Tied(), nt.Plan.parse(f"{spec},precision=fp16"))
+        seen: list[torch.dtype] = []
+        net.blocks[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        output = net(torch.zeros(2, 4, dtype=torch.long))
+        assert (seen, output.dtype) == ([torch.float16], torch.float32)
+        output.sum().backward()
+        assert {parameter.grad.dtype for parameter in net.parameters()} == {torch.float32}
 
     run_ranks(on_rank, 2)
 

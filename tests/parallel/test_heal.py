@@ -33,6 +33,7 @@ PLACES = (
 )
 """Where the rank dies in step `FATAL`."""
 
+UPDATES = ("zero1", "zero1 mirrored")
 UPDATE_PLACES = ("backward", "behind the wait", "optimizer", "gathering")
 """With ``zero=1``: what only it does is behind the wait."""
 
@@ -88,6 +89,7 @@ PLANS = {
     "zero2": ("zero=2", 2, {"redundancy": True}),
     "bf16": ("zero=3,precision=bf16", 2, {"redundancy": True}),
     "zero1": ("zero=1,dp_replicate=2,dp_shard=2", 4, {}),
+    "zero1 mirrored": ("zero=1", 3, {"redundancy": True}),
 }
 
 
@@ -232,8 +234,8 @@ def check(kind: str, plan: str, dying: tuple[int, ...], place: str) -> None:
 def _sweep() -> list[tuple[str, str, str, int]]:
     """Every plan with every place; models and ranks take turns."""
     cases = []
-    everywhere = itertools.product([plan for plan in PLANS if plan != "zero1"], PLACES)
-    for turn, (plan, place) in enumerate([*everywhere, *(("zero1", place) for place in UPDATE_PLACES)]):
+    everywhere = itertools.product([plan for plan in PLANS if plan not in UPDATES], PLACES)
+    for turn, (plan, place) in enumerate([*everywhere, *itertools.product(UPDATES, UPDATE_PLACES)]):
         kinds = list(KINDS) if PLANS[plan][2] else ["net", "gpt"]  # dropout goes on where a mirror knows how
         cases.append((kinds[turn % len(kinds)], plan, place, (turn + turn // len(PLACES)) % PLANS[plan][1]))
     return cases

@@ -5,7 +5,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
 import models
@@ -18,10 +18,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity
 
 import nbtrain as nt
 from nbtrain.errors import ModelError, UsageError
+from nbtrain.parallel.deferred import Deferred
 from nbtrain.parallel.layout import layout_of
+from nbtrain.parallel.materialise import materialise_shards
 from nbtrain.parallel.tape import slot_of
 
 State = dict[str, torch.Tensor]
@@ -228,6 +232,64 @@ def test_a_model_that_is_moved_from_one_model_to_another() -> None:
     assert torch.equal(net[2].weight, net[0].weight)
 
 
+def test_real_modules_inside_keep_their_weights() -> None:
+    """A trunk that was trained elsewhere; rank 0's counts, as without `meta_init`."""
+
+    def on_rank() -> None:
+        for spec in ("zero=0", "zero=3"):
+            torch.manual_seed(rank())
+            trunk = nn.Linear(4, 4)
+            with nt.meta_init():
+                net = nn.Sequential(trunk, nn.Linear(4, 3))
+            trainer = nt.Trainer(net, nt.Plan.parse(spec), optimizer=sgd, loss_fn=nn.functional.mse_loss)
+            torch.manual_seed(0)
+            assert torch.equal(trainer.state_dict()["0.weight"], nn.Linear(4, 4).weight)
+            trainer.step(torch.ones(2, 4), torch.ones(2, 3))
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_part_of_a_parameter_is_cut_from_the_whole() -> None:
+    """As tensor parallelism does: the model is cut on meta, then each rank makes its part."""
+    whole_weight = one_device(lambda: nn.Linear(3, 8)).weight
+    net = build(lambda: nn.Linear(3, 8))
+    deferred = Deferred(net)
+    net.weight = nn.Parameter(net.weight.detach()[4:])
+    materialise_shards(
+        net, deferred, torch.device("cpu"), part=lambda name, tensor: tensor[4:] if name == "weight" else tensor
+    )
+    assert torch.equal(net.weight, whole_weight[4:])
+    assert not net.bias.is_meta
+
+
+def test_tensor_parallel_and_fsdp_shards_are_those_of_one_device() -> None:
+    """Laid out on meta by torch in two dimensions; each rank makes its part of a part."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+
+    expected = one_device(make).state_dict()
+
+    def on_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        net = build(make)
+        deferred = Deferred(net)
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}, src_data_rank=None)
+        fully_shard(net, mesh=mesh["dp"])
+        materialise_shards(net, deferred, torch.device("cpu"))
+        for name, parameter in net.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert parameter.to_local().numel() <= expected[name].numel() / 2
+            assert torch.equal(parameter.full_tensor(), expected[name]), name
+
+    run_ranks(on_rank, 4)
+
+
+def test_lazy_modules_are_told_as_ever() -> None:
+    with pytest.raises(ModelError, match="'weight', 'bias' are not initialised yet; run the model once"):
+        nt.parallelize(build(lambda: nn.LazyLinear(3)), nt.Plan())
+
+
 # --- what is refused ---
 
 
@@ -342,38 +404,22 @@ def test_a_rank_that_takes_anothers_place_gets_the_buffers_that_no_state_has() -
     run_ranks(on_rank, 2)
 
 
-def test_a_rank_never_holds_more_than_its_shards_and_a_block() -> None:
-    """Measured by the kernel. 120 MiB in 10 blocks of 12 MiB; 30 MiB of shards on each of 4 ranks."""
+def test_a_rank_never_holds_more_than_its_shards_and_a_parameter() -> None:
+    """As torch's allocator counts: 120 MiB in 10 matrices of 12 MiB, so 30 MiB of shards on each of 4 ranks.
 
-    def on_rank(meta: bool) -> tuple[float, float]:
-        def net(width: int = 1024) -> nn.Module:
-            return nn.Sequential(*(nn.Sequential(nn.Linear(width, 3072), nn.Linear(3072, 4)) for _ in range(10)))
+    Beside them there is one whole matrix, and this rank's slice of it.
+    """
 
-        nt.parallelize(build(lambda: net(1)), nt.Plan(zero=3))  # imports, and pages that the fork shares
-        before = _resident()
-        built = build(net) if meta else net()
-        constructed = _highest() - before
-        nt.parallelize(built, nt.Plan(zero=3))
-        return constructed, _highest() - before
+    def on_rank(build: Callable[[Callable[[], nn.Module]], nn.Module]) -> tuple[float, float]:
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+            net = build(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(1024, 3072), nn.Tanh()) for _ in range(10))))
+            nt.parallelize(net, nt.Plan(zero=3))
+        changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = list(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
+        return max(held) / 2**20, held[-1] / 2**20
 
-    for constructed, peak in run_ranks(on_rank, 4, True):
-        assert constructed < 2
-        assert peak < 30 + 2 * 12 + 4
-    for constructed, peak in run_ranks(on_rank, 2, False):
-        assert constructed > 115
-        assert peak > 115
-
-
-def _resident() -> float:
-    """Of this process in MiB; its highest mark begins anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _highest() -> float:
-    return _status("VmHWM")
-
-
-def _status(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+    for peak, kept in run_ranks(on_rank, 4, build):
+        assert 30 <= kept < 30.5
+        assert 42 < peak < 30 + 12 + 3 + 1
+    [(peak, _)] = run_ranks(on_rank, 1, lambda make: make())
+    assert peak > 120, "a model that is built whole"

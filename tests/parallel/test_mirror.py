@@ -19,6 +19,7 @@ from nbtrain.parallel.local import local
 from nbtrain.parallel.mirror import Mirror
 from nbtrain.parallel.optimizer import ELEMENTWISE
 from nbtrain.parallel.snapshot import random_state
+from nbtrain.parallel.update import ShardedUpdate
 
 
 class Partly(nn.Module):
@@ -34,10 +35,10 @@ class Partly(nn.Module):
         return self.b(hidden) if self.odd else self.a(hidden)
 
 
-def trainer_of(optimizer: Any, **options: Any) -> nt.Trainer:
+def trainer_of(optimizer: Any, zero: int = 3, **options: Any) -> nt.Trainer:
     torch.manual_seed(3)
     return nt.Trainer(
-        Partly(), nt.Plan(zero=3), optimizer=optimizer, loss_fn=nn.functional.mse_loss, redundancy=True, **options
+        Partly(), nt.Plan(zero=zero), optimizer=optimizer, loss_fn=nn.functional.mse_loss, redundancy=True, **options
     )
 
 
@@ -50,8 +51,10 @@ def step(trainer: nt.Trainer, number: int) -> None:
 def compare(trainer: nt.Trainer) -> None:
     """What each rank holds of itself with what the next one holds of it: bit by bit."""
     mirror = trainer._stepper.mirror
+    model = trainer.model
+    named = model.named_pieces() if isinstance(model, ShardedUpdate) else model.named_parameters()
     own = (
-        [local(parameter).detach().clone() for parameter in trainer.model.parameters()],
+        [local(parameter).detach().clone() for _, parameter in named],
         optimizer_state.portable_state(trainer.optimizer),
         random_state(torch.device("cpu")),
     )
@@ -84,9 +87,10 @@ def test_it_steps_as_its_ward_does(kind: type[torch.optim.Optimizer]) -> None:
     run_ranks(on_rank, 3)
 
 
-def test_what_is_set_outside_of_steps_is_copied_with_the_next_one() -> None:
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_is_set_outside_of_steps_is_copied_with_the_next_one(zero: int) -> None:
     def on_rank() -> None:
-        trainer = trainer_of(lambda params: torch.optim.AdamW(params, lr=0.05))
+        trainer = trainer_of(lambda params: torch.optim.AdamW(params, lr=0.05), zero)
         mirror = trainer._stepper.mirror
         seeds = []
         seed = mirror._seed
@@ -108,7 +112,11 @@ def test_what_is_set_outside_of_steps_is_copied_with_the_next_one() -> None:
         step(trainer, 4)
         step(trainer, 5)
         compare(trainer)
-        assert seeds == [1, 3, 4]
+        if zero == 1:
+            trainer.model.a.weight.data = trainer.model.a.weight.data * 2
+            step(trainer, 6)
+            compare(trainer)
+        assert seeds == ([1, 3, 4, 6] if zero == 1 else [1, 3, 4])
 
     run_ranks(on_rank, 2)
 

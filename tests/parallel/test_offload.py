@@ -46,7 +46,7 @@ def test_no_number_changes(spec: str, ranks: int) -> None:
 def test_equals_one_device(spec: str) -> None:
     def on_rank() -> None:
         run = Run(steps=2, accumulate=2, grad_clip=0.5)
-        for model in ("gpt_ragged", "llama"):
+        for model in ("gpt_ragged",) if spec == "zero=2" else ("llama",):
             check(model, f"{spec},offload=params+optimizer+activations,recompute=full", run, FP32)
 
     run_ranks(on_rank, 2)

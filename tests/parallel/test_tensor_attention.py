@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -53,10 +54,9 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("degree", [2, 4])
-def test_attention(degree: int, batch_first: bool) -> None:
-    def on_rank() -> None:
+def test_attention(degree: int) -> None:
+    def on_rank(batch_first: bool) -> None:
         for name, (options, num, call) in CASES.items():
             make = lambda: nn.MultiheadAttention(D, H, batch_first=batch_first, **options)  # noqa: B023, E731
             whole, cut, plan = pair(make, {"": ATTENTION})
@@ -72,7 +72,7 @@ def test_attention(degree: int, batch_first: bool) -> None:
             torch.testing.assert_close(got, expected, msg=lambda text: f"{name}: {text}", **CLOSE)  # noqa: B023
             assert_gradients(whole, cut, plan)
 
-    run_ranks(on_rank, degree)
+    run_ranks(lambda: [on_rank(batch_first) for batch_first in (True, False)], degree)
 
 
 def test_without_a_batch_and_in_eval() -> None:
@@ -104,10 +104,8 @@ def make_encoder(norm_first: bool) -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first)
 
 
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("attention", [True, False])
-def test_torchs_encoder(norm_first: bool, attention: bool) -> None:
-    def on_rank() -> None:
+def test_torchs_encoder() -> None:
+    def on_rank(norm_first: bool, attention: bool) -> None:
         layers = encoder_layers("layers.0.", attention) | encoder_layers("layers.1.", attention)
         whole, cut, plan = pair(lambda: make_encoder(norm_first), layers)
         x = torch.randn(B, T, D)
@@ -131,7 +129,8 @@ def test_torchs_encoder(norm_first: bool, attention: bool) -> None:
             torch.testing.assert_close(got, whole(x, src_key_padding_mask=padding), **CLOSE)
             torch.backends.mha.set_fastpath_enabled(True)
 
-    run_ranks(on_rank, 2)
+    cases = itertools.product((True, False), (True, False))
+    run_ranks(lambda: [on_rank(*case) for case in cases], 2)
 
 
 def test_torchs_decoder() -> None:

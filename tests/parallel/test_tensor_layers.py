@@ -6,6 +6,7 @@ Shapes: B samples, T tokens, D features, V vocabulary, t ranks.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cutting import CLOSE, B, D, T, V, assert_gradients, assert_same, column, counted, pair, row
+from cutting import CLOSE, B, D, T, V, assert_gradients, assert_same, column, counted, pair, row, told
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -60,32 +62,32 @@ class QKV(nn.Module):
 MLP = (lambda: nn.Sequential(nn.Linear(D, 12), nn.GELU(), nn.Linear(12, D)), {"0": column(12), "2": row(12)})
 
 
-@pytest.mark.parametrize(
-    ("make", "layers"),
-    [
-        MLP,
-        (
-            lambda: nn.Sequential(nn.Linear(D, 12, bias=False), nn.Linear(12, D, bias=False)),
-            {"0": column(12, bias=False), "1": row(12)},
-        ),
-        (
-            lambda: nn.Sequential(conv(D, 12), nn.Tanh(), conv(12, D)),
-            {"0": column(12, dim=1), "2": row(12, dim=0)},
-        ),
-        (lambda: QKV(fused=False), {"q": column(2 * D), "k": column(D), "v": column(D), "out": row(2 * D)}),
-        (lambda: QKV(fused=True, kv=4), {"qkv": column(2 * D, 4, 4), "out": row(2 * D)}),
-        (
-            lambda: nn.Sequential(nn.Tanh(), nn.Linear(D, 12)),
-            {"1": Layer("colwise_gather_output", column(8, 4).cuts)},
-        ),
-    ],
-    ids=["mlp", "no bias", "conv1d", "qkv", "fused qkv", "gathered"],
-)
+CASES = {
+    "mlp": MLP,
+    "no bias": (
+        lambda: nn.Sequential(nn.Linear(D, 12, bias=False), nn.Linear(12, D, bias=False)),
+        {"0": column(12, bias=False), "1": row(12)},
+    ),
+    "conv1d": (
+        lambda: nn.Sequential(conv(D, 12), nn.Tanh(), conv(12, D)),
+        {"0": column(12, dim=1), "2": row(12, dim=0)},
+    ),
+    "qkv": (lambda: QKV(fused=False), {"q": column(2 * D), "k": column(D), "v": column(D), "out": row(2 * D)}),
+    "fused qkv": (lambda: QKV(fused=True, kv=4), {"qkv": column(2 * D, 4, 4), "out": row(2 * D)}),
+    "gathered": (
+        lambda: nn.Sequential(nn.Tanh(), nn.Linear(D, 12)),
+        {"1": Layer("colwise_gather_output", column(8, 4).cuts)},
+    ),
+}
+
+
 @pytest.mark.parametrize("degree", [2, 4])
-def test_layers_compute_what_whole_ones_do(make: Any, layers: Any, degree: int) -> None:
+def test_layers_compute_what_whole_ones_do(degree: int) -> None:
     def on_rank() -> None:
-        whole, cut, plan = pair(make, layers)
-        assert_same(whole, cut, plan, torch.randn(B, T, D))
+        for name, of in CASES.items():
+            with told(name):
+                whole, cut, plan = pair(*of)
+                assert_same(whole, cut, plan, torch.randn(B, T, D))
 
     run_ranks(on_rank, degree)
 
@@ -111,9 +113,8 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize("padding", [None, 0, V - 1])
-def test_a_tied_vocabulary(padding: int | None) -> None:
-    def on_rank() -> None:
+def test_a_tied_vocabulary() -> None:
+    def on_rank(padding: int | None) -> None:
         whole, cut, plan = pair(lambda: Tied(padding), TIED)
         assert cut.emb.weight is cut.head.weight
         assert set(cuts_by_name(cut, plan)) == {"emb.weight", "head.weight"}
@@ -123,7 +124,7 @@ def test_a_tied_vocabulary(padding: int | None) -> None:
             with pytest.raises(IndexError, match=f"give ids from 0 to {V - 1}"):
                 cut(torch.tensor([[wrong]]))
 
-    run_ranks(on_rank, 2)
+    run_ranks(lambda: [on_rank(padding) for padding in (None, 0, V - 1)], 2)
 
 
 def test_an_embedding_alone_gets_whole_gradients_of_its_rows() -> None:
@@ -133,6 +134,68 @@ def test_an_embedding_alone_gets_whole_gradients_of_its_rows() -> None:
         assert_same(whole, cut, plan, torch.tensor([[3, 4, 31], [3, 0, 4]]))
 
     run_ranks(on_rank, 4)
+
+
+def test_embeddings_that_share_a_weight_are_cut_alike() -> None:
+    class Twice(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Embedding(V, D)
+            self.shared.weight = self.emb.weight
+
+        def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids_BT) * self.shared(ids_BT).sum(-1, keepdim=True)
+
+    def on_rank() -> None:
+        whole, cut, plan = pair(Twice, TIED)
+        assert set(cuts_by_name(cut, plan)) == {"emb.weight", "head.weight", "shared.weight"}
+        assert_same(whole, cut, plan, torch.arange(V))
+
+    run_ranks(on_rank, 2)
+
+
+class Scaled(nn.Embedding):
+    """As Hugging Face's models have it."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 3
+
+
+class Looking(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[ids]
+
+
+def test_an_embedding_with_a_forward_around_the_lookup() -> None:
+    def on_rank() -> None:
+        whole, cut, plan = pair(lambda: nn.Sequential(Scaled(V, D)), {"0": TIED["emb"]})
+        assert isinstance(cut[0], Scaled)
+        assert_same(whole, cut, plan, torch.arange(V))
+
+    run_ranks(on_rank, 2)
+
+
+def test_inputs_of_any_shape() -> None:
+    def on_rank() -> None:
+        torch.manual_seed(1)
+        shapes = torch.randn(D), torch.randn(3, D), torch.randn(D, 3).t(), torch.randn(0, D), torch.randn(2, 2, 1, D)
+        transposed = (lambda: nn.Sequential(conv(D, 4), conv(4, D)), {"0": column(4, dim=1), "1": row(4, 0)})
+        for x, of in itertools.product(shapes, (MLP, transposed)):
+            whole, cut, plan = pair(*of)
+            assert_same(whole, cut, plan, x)
+
+    run_ranks(on_rank, 2)
+
+
+def test_gradients_of_gradients_are_an_error() -> None:
+    def on_rank() -> None:
+        _, cut, _ = pair(*MLP)
+        x = torch.randn(B, D, requires_grad=True)
+        (gradient,) = torch.autograd.grad(cut(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward()
+
+    run_ranks(on_rank, 2)
 
 
 def test_layers_that_take_one_tensor_sum_its_gradient_once() -> None:
@@ -205,16 +268,19 @@ def test_what_layers_share_goes_with_the_tensor_and_follows_its_changes() -> Non
         assert second is not first
         second.sum().backward()
         torch.testing.assert_close(leaf.grad, torch.full((B, T, D), 2.0 * dist.get_world_size()))
-        entered = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
         del first, second, x
-        assert entered.expired()  # no cycle holds it
+        for make in (torch.tanh, torch.exp, lambda leaf: leaf.softmax(-1), lambda leaf: leaf * 2):
+            x = make(leaf)
+            kept = [collectives.enter(x, peers) * 2, collectives.enter(x, peers) * x]
+            memory = StorageWeakRef(x.untyped_storage())
+            del x, kept
+            assert memory.expired()  # no cycle holds it
 
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_collectives_take_any_dtype_and_strides(dtype: torch.dtype) -> None:
-    def on_rank() -> None:
+def test_collectives_take_any_dtype_and_strides() -> None:
+    def on_rank(dtype: torch.dtype) -> None:
         rank, degree = dist.get_rank(), dist.get_world_size()
         peers = Peers(dist.group.WORLD, rank, degree)
         whole = torch.arange(B * T * D, dtype=dtype).view(D, T, B).transpose(0, 2)
@@ -239,7 +305,7 @@ def test_collectives_take_any_dtype_and_strides(dtype: torch.dtype) -> None:
             output.backward(2 * output.detach())
             torch.testing.assert_close(given_.grad, gradient, check_stride=False)
 
-    run_ranks(on_rank, 2)
+    run_ranks(lambda: [on_rank(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)], 2)
 
 
 def test_autocast() -> None:
@@ -309,6 +375,11 @@ def test_on_meta() -> None:
         (MLP[0], {"7": column(12)}, r"no module '7'"),
         (lambda: nn.Sequential(nn.Embedding(V, D, max_norm=1.0)), {"0": TIED["emb"]}, r"'0' has max_norm=1.0"),
         (lambda: nn.Sequential(nn.Embedding(V, D, sparse=True)), {"0": TIED["emb"]}, r"'0' has sparse=True"),
+        (lambda: nn.Sequential(Looking(V, D)), {"0": TIED["emb"]}, r"call super\(\).forward\(ids\) in Looking"),
+        (MLP[0], {"0": TIED["emb"]}, r"'0' is a Linear; the style 'vocab' needs nn.Embedding"),
+        (MLP[0], {"0": Layer("attention")}, r"needs nn.MultiheadAttention"),
+        (MLP[0], {"0": Layer("rowwise")}, r"'0' is rowwise and has no cut of its weight"),
+        (lambda: nn.Sequential(nn.Linear(D, 12, bias=False)), {"0": column(12)}, r"no parameter '0.bias' to cut"),
         (
             lambda: nn.Sequential(nn.Embedding(V, D, scale_grad_by_freq=True)),
             {"0": TIED["emb"]},
@@ -366,6 +437,7 @@ def test_regions_read_written_sizes_as_those_of_whole_tensors(degree: int) -> No
         whole, cut, plan = pair(make, layers, regions=regions)
         assert_same(whole, cut, plan, torch.randn(B, T, D))
         assert isinstance(cut[1], NanoAttention)
+        assert type(cut[1]).__name__ == "NanoAttention"
         assert "_nbtrain_mark" not in vars(cut(torch.randn(B, T, D)))
 
     run_ranks(on_rank, degree)

@@ -122,9 +122,8 @@ def assert_trains_like_one(
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_trunk_of_blocks(degree: int, recompute: bool) -> None:
-    def on_rank() -> None:
+def test_a_trunk_of_blocks(degree: int) -> None:
+    def on_rank(recompute: bool) -> None:
         # each of 2 blocks has 2 regions: a gather and a scatter forward, a scatter and a gather backward; the trunk
         # has a gather at its end, and at its beginning one backward
         calls = None if recompute else {"all_gather": 2 * 2 * 2 + 2, "reduce_scatter": 2 * 2 * 2}
@@ -132,16 +131,105 @@ def test_a_trunk_of_blocks(degree: int, recompute: bool) -> None:
         make = lambda: Net(recompute=recompute)  # noqa: E731
         assert_trains_like_one(make, plan_of(LAYERS, REGIONS), mask, calls=calls)
 
-    run_ranks(on_rank, degree)
+    run_ranks(lambda: [on_rank(recompute) for recompute in (False, True)], degree)
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_torchs_encoder_layers(batch_first: bool) -> None:
+def test_the_same_blocks_without_it() -> None:
+    """The norm of each head's queries is whole and acts on cut heads: each rank has a part of its gradient."""
+
     def on_rank() -> None:
+        of = plan_of(LAYERS, REGIONS, trunk=())
+        partial = [f"blocks.{block}.attn.q_norm.weight" for block in range(2)]
+        whole, cut, plan = pair(Net, partial=partial, **of)
+        x = torch.randn(B, T, D)
+        for model in (cut, whole):
+            model(x).square().sum().backward()
+        for name in plan.partial:
+            dist.all_reduce(cut.get_parameter(name).grad)
+        assert_gradients(whole, cut, plan, rtol=2e-5, atol=1e-4)
+
+    run_ranks(on_rank, 2)
+
+
+def test_torchs_encoder_layers() -> None:
+    def on_rank(batch_first: bool) -> None:
         make = lambda: nn.TransformerEncoderLayer(D, H, 16, dropout=0.0, batch_first=batch_first)  # noqa: E731
         assert_trains_like_one(
             lambda: Net(make), plan_of(TORCHS, {"": Region(False, ()), "self_attn": Region(False, (0, 1, 2))})
         )
+
+    run_ranks(lambda: [on_rank(batch_first) for batch_first in (True, False)], 2)
+
+
+class Inline(nn.Module):
+    """Norm, cut layers and residual in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 12), nn.Linear(D, 12), nn.Linear(12, D)
+
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        normal = self.norm(x)
+        return x + self.down(self.up(normal) * self.gate(normal).sigmoid())
+
+
+def test_layers_among_others_gather_and_scatter_by_themselves() -> None:
+    def on_rank() -> None:
+        of = plan_of({"gate": column(12), "up": column(12), "down": row(12)}, {"": Region(False, ())})
+        # gate and up share what is gathered
+        assert_trains_like_one(lambda: Net(Inline), of, calls={"all_gather": 2 * 2 + 2, "reduce_scatter": 2 * 2})
+
+    run_ranks(on_rank, 2)
+
+
+class Parted(nn.Module):
+    """As Hugging Face's BERT has it: the row, a residual and a norm in a module beside the columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.out, self.norm = Heads(), nn.Linear(D, D), nn.LayerNorm(D)
+
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return self.norm(x + self.out(self.heads(x)))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).view(*x.shape[:2], H, D // H).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+
+
+def test_columns_in_another_module_than_the_row() -> None:
+    layers = {"heads.q": column(D), "heads.k": column(D), "heads.v": column(D), "out": row(D)}
+    of = plan_of(layers, {"": Region(True, (), tuple(layers))})
+
+    def on_rank() -> None:
+        calls = {"all_gather": 2 * 2 + 2, "reduce_scatter": 2 * 2}
+        assert_trains_like_one(lambda: Net(Parted), of, calls=calls)
+        _, cut, _ = pair(lambda: Net(Parted), **of)
+        with pytest.raises(
+            ModelError, match=r"gathers argument 0 of .*Heads, and it was called with 0 positions and x;"
+        ):
+            cut.blocks[0].heads(x=torch.zeros(B, 2, D))
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_residual_around_blocks_is_an_error_even_where_it_broadcasts() -> None:
+    class Around(Net):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    def on_rank() -> None:
+        _, cut, _ = pair(Around, **plan_of(LAYERS, REGIONS))
+        with pytest.raises(ModelError, match=r"'blocks.1' was given 2 positions, and a part of the sequence has 1; wh"):
+            cut(torch.randn(B, 2, D))
 
     run_ranks(on_rank, 2)
 
@@ -176,17 +264,14 @@ def test_masks_differ_between_parts_and_are_drawn_again_by_recompute() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    class Inline(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 12), nn.Linear(12, D)
-
-        def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
-            return x + self.down(self.up(self.norm(x)).relu())
-
-    of = plan_of({"up": column(12), "down": row(12)}, {"": Region(False, (), ("up", "down"))})
-    with pytest.raises(ModelError, match=r"of 'blocks.0' holds cut layers \(up, down\) .*=False"):
+    layers = {"gate": column(12), "up": column(12), "down": row(12)}
+    of = plan_of(layers, {"": Region(True, (), tuple(layers))})
+    with pytest.raises(ModelError, match=r"of 'blocks.0' holds cut layers \(gate, up, down\), the sizes .*=False"):
         lay_out(Net(Inline), TensorPlan(2, **of), None, rank=0)
+    of = plan_of({name: layer for name, layer in LAYERS.items() if "attn" not in name}, {"mlp": Region(False, (0,))})
+    whole = {"blocks.0.attn": "tp=2 does not divide 3 heads"}
+    with pytest.raises(ModelError, match=r"'blocks.0.attn.q.weight' is left whole \(tp=2 does .* heads\), and might"):
+        lay_out(Net(), TensorPlan(2, whole=whole, **of), None, rank=0)
     net = Net()
     lay_out(net, TensorPlan(2, **plan_of(LAYERS, REGIONS)), None, rank=0)
     with pytest.raises(BatchError, match=r"tp=2 does not divide the 7 positions that enter 'blocks.0'; pad .* to 8"):

@@ -18,7 +18,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 import nbtrain as nt
 from nbtrain.errors import BatchError, ModelError, UsageError
-from nbtrain.parallel.update import ShardedUpdate
 
 LENGTHS = (7, 3, 0, 12)  # the third rank never has a sample
 EACH = 3  # samples a rank and batch
@@ -90,8 +89,7 @@ def check(name: str, spec: str, lengths: tuple[int, ...] = LENGTHS, **options: A
                 nn.utils.clip_grad_norm_(plain.parameters(), options["grad_clip"])
             loss = trainer.step(*batch)
             parity._compare(f"loss {step}", value / weight, loss, tolerance)
-            if isinstance(trainer.model, ShardedUpdate):
-                trainer.model.gather_gradients()
+            parity.show_gradients(trainer)
             parity._compare_gradients(plain, trainer.model, step, tolerance)
             optimizer.step()
     parity._compare_states(dict(plain.state_dict()), trainer.state_dict(), tolerance)
@@ -102,10 +100,20 @@ def check(name: str, spec: str, lengths: tuple[int, ...] = LENGTHS, **options: A
     parity._compare("evaluation", expected_loss, trainer.evaluate(loader), tolerance)
 
 
-@pytest.mark.parametrize("spec", ["zero=0", "zero=1", "zero=2", "zero=3", "dp_replicate=2", "zero=1,dp_replicate=2"])
-def test_ranks_that_have_run_out_join_the_steps_of_the_others(spec: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("zero=0", list(CASES)),
+        ("zero=1", list(CASES)),
+        ("zero=2", ["guarded"]),
+        ("zero=3", ["mlp", "guarded"]),
+        ("zero=3,dp_replicate=2", ["mlp", "guarded"]),
+        ("zero=1,dp_replicate=2", list(CASES)),
+    ],
+)
+def test_ranks_that_have_run_out_join_the_steps_of_the_others(spec: str, names: list[str]) -> None:
     def on_rank() -> None:
-        for name in CASES if spec != "zero=2" else ["guarded"]:
+        for name in names:
             check(name, spec, **({"grad_clip": 0.2} if name == "mlp" else {}))
 
     run_ranks(on_rank, 4)
@@ -222,6 +230,33 @@ def test_torchs_join_around_an_own_loop_is_that_of_torchs_ddp(spec: str) -> None
         own_loop(plain, inputs, lambda: Join([plain]))
         own_loop(model, inputs, lambda: Join([model]))
         torch.testing.assert_close(dict(model.state_dict()), dict(plain.module.state_dict()))
+
+    run_ranks(on_rank, 2)
+
+
+def test_torchs_own_join_is_not_one_device_and_a_joined_step_is() -> None:
+    """It divides by all ranks, also those that have run out, and weights ranks alike, however few samples they have."""
+    lengths = (4, 1)
+
+    def on_rank() -> None:
+        case = models.CASES["mlp"]
+        torch.manual_seed(0)
+        plain, single = nn.parallel.DistributedDataParallel(models.MLP()), models.MLP()
+        single.load_state_dict(plain.module.state_dict())
+        optimizers = [sgd(plain.parameters()), sgd(single.parameters())]
+        with Join([plain]):
+            for x, y in zip(*(tensor.split(EACH) for tensor in samples(case, rank(), lengths)), strict=True):
+                optimizers[0].zero_grad()
+                F.mse_loss(plain(x), y).backward()
+                optimizers[0].step()
+        for x, y in global_batches(case, lengths):
+            optimizers[1].zero_grad()
+            F.mse_loss(single(x), y).backward()
+            optimizers[1].step()
+        with pytest.raises(AssertionError, match="not close"):
+            torch.testing.assert_close(dict(plain.module.state_dict()), dict(single.state_dict()), rtol=1e-2, atol=1e-3)
+        check("mlp", "zero=0", lengths)
+        check("mlp", "zero=1", lengths)
 
     run_ranks(on_rank, 2)
 

@@ -266,8 +266,8 @@ def test_without_replicas_a_death_costs_the_optimizer_state_and_not_the_weights(
     def check(namespace: dict[str, Any], report: dict[str, Any]) -> None:
         assert report["healed"] == ["model"]
         assert report["lost"] == {
-            "trainer": "its optimizer state was on no other rank (dp_replicate=2 keeps a copy); the model is whole: "
-            "make the trainer again on all ranks"
+            "trainer": "its optimizer state was on no other rank (Trainer(..., redundancy=True) keeps a copy); the "
+            "model is whole: make the trainer again on all ranks"
         }
         trainer = nt.Trainer(namespace["model"], optimizer=adamw, loss_fn=F.mse_loss)
         trainer.step(*batch(2))
@@ -306,12 +306,10 @@ def test_dealt_parameters_are_healed_from_a_replica() -> None:
 
 def test_what_zero1_cannot_do_is_an_error() -> None:
     def on_rank() -> None:
-        with pytest.raises(NotImplementedError, match=r"redundancy=True with zero=1 .* type zero=2"):
-            trainer_of(redundancy=True)
         trainer = trainer_of()
         with pytest.raises(OptimizerError, match="needs whole parameters"):
             nt.Trainer(trainer.model, optimizer=lambda params: Own(params, lr=0.1), loss_fn=F.mse_loss)
-        with pytest.raises(GradientError, match=r"from 'layers\."):
+        with pytest.raises(GradientError, match=r"from 'layers\.0\.weight"):
             trainer_of(grad_clip=1.0).step(torch.full((4, 8), float("nan")), torch.ones(4, 3))
 
     run_ranks(on_rank, 2)

@@ -1,6 +1,8 @@
 """`verify` on plans that are right, and on faults that were planted: it names the first tensor and the cause."""
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -269,6 +271,11 @@ def test_what_cannot_be_verified_is_refused() -> None:
 
 
 # --- what people read ---
+
+
+def test_the_kernel_reads_a_report_without_torch() -> None:
+    code = "import sys, nbtrain.parallel.report; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_report_is_short() -> None:

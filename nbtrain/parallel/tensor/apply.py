@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -41,6 +42,7 @@ def lay_out(
         ModelError: A parameter is cut by one of its holders only, or a layer cannot be cut so. Nothing was changed.
     """
     modules = dict(model.named_modules())
+    plan = _with_tied_embeddings(modules, plan)
     _check(model, modules, plan)
     peers = Peers(group, rank, plan.degree)
     _cut_parameters(modules, attribute_cuts(model, plan), peers)
@@ -48,7 +50,7 @@ def lay_out(
         if (swap := _SWAPS.get(layer.style)) is not None:
             swap(modules[name], layer)
             modules[name].peers = peers
-        if layer.style == "colwise_gather_output" and loss_parallel:
+        if loss_parallel and layer.style == "colwise_gather_output" and len(layer.cuts["weight"].segments) == 1:
             modules[name].output = "logits"
     _keep_off_fast_paths(modules, plan)
     for name, region in plan.regions.items():
@@ -58,21 +60,48 @@ def lay_out(
         cut_along_sequence(model, plan, peers)
 
 
+def _with_tied_embeddings(modules: dict[str, nn.Module], plan: TensorPlan) -> TensorPlan:
+    """An embedding whose weight another one cuts is cut too: Hugging Face's T5 has one that nothing calls."""
+    cut = {
+        id(module.weight): layer
+        for name, layer in plan.layers.items()
+        if layer.style == "vocab" and isinstance(module := modules.get(name), nn.Embedding)
+    }
+    tied = {
+        name: cut[id(module.weight)]
+        for name, module in modules.items()
+        if name not in plan.layers and isinstance(module, nn.Embedding) and id(module.weight) in cut
+    }
+    return replace(plan, layers={**plan.layers, **tied})
+
+
 def _check(model: nn.Module, modules: dict[str, nn.Module], plan: TensorPlan) -> None:
     missing = [name for name in (*plan.layers, *plan.regions, *plan.trunk) if name not in modules]
     if missing:
         raise ModelError(f"the model has no module {', '.join(map(repr, missing))}; make the plan of this model")
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name in attribute_cuts(model, plan):
+        if name not in held:
+            raise ModelError(f"the model has no parameter '{name}' to cut; make the plan of this model")
     for name, layer in plan.layers.items():
-        module = modules[name]
-        if layer.style == "vocab" and isinstance(module, nn.Embedding):
-            check_embedding(name, module)
-        if layer.style == "attention" and isinstance(module, nn.MultiheadAttention):
-            check_attention(name, module, plan.degree)
+        _check_layer(name, modules[name], layer, plan.degree)
     check_trunk(model, plan)
 
 
+def _check_layer(name: str, module: nn.Module, layer: Layer, degree: int) -> None:
+    needed = {"vocab": nn.Embedding, "attention": nn.MultiheadAttention}.get(layer.style, nn.Module)
+    if not isinstance(module, needed):
+        raise ModelError(f"'{name}' is a {type(module).__name__}; the style {layer.style!r} needs nn.{needed.__name__}")
+    if layer.style in _SWAPS and layer.style != "attention" and "weight" not in layer.cuts:
+        raise ModelError(f"the plan's layer '{name}' is {layer.style} and has no cut of its weight; give one")
+    if isinstance(module, nn.Embedding) and layer.style == "vocab":
+        check_embedding(name, module)
+    if isinstance(module, nn.MultiheadAttention) and layer.style == "attention":
+        check_attention(name, module, degree)
+
+
 def _column(module: nn.Module, layer: Layer) -> None:
-    cut_linear(module, Column)
+    cut_linear(module, Column, transposed=layer.cuts["weight"].dim == 1)
     module.cut = layer.cuts["weight"]  # type: ignore[assignment]
 
 
@@ -82,7 +111,7 @@ def _gathering_column(module: nn.Module, layer: Layer) -> None:
 
 
 def _row(module: nn.Module, layer: Layer) -> None:
-    cut_linear(module, Row)
+    cut_linear(module, Row, transposed=layer.cuts["weight"].dim == 0)
 
 
 def _vocab(module: nn.Module, layer: Layer) -> None:
@@ -105,12 +134,11 @@ _SWAPS: dict[str, Callable[[nn.Module, Layer], None]] = {
 def _keep_off_fast_paths(modules: dict[str, nn.Module], plan: TensorPlan) -> None:
     """torch's transformer layers read the weights of the layers inside them in eval, as if they were whole."""
     for name, module in modules.items():
-        if not any(layer.startswith(f"{name}." if name else "") for layer in plan.layers):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        if isinstance(module, nn.TransformerEncoder):
+        prefix = f"{name}." if name else ""
+        if isinstance(module, nn.TransformerEncoder) and any(layer.startswith(prefix) for layer in plan.layers):
             module.use_nested_tensor = False
+        if isinstance(module, nn.TransformerEncoderLayer) and any(layer.startswith(prefix) for layer in plan.layers):
+            module.activation_relu_or_gelu = 0
 
 
 def _cut_parameters(modules: dict[str, nn.Module], cuts: dict[str, Cut], peers: Peers) -> None:
@@ -135,15 +163,24 @@ def _holders(modules: dict[str, nn.Module]) -> Iterator[list[Holder]]:
 
 
 def _common_cut(holders: list[Holder], cuts: dict[str, Cut]) -> Cut | None:
-    names = [full_name(name, own) for name, _, own in holders]
-    for (module, _, _), name in zip(holders, names, strict=True):
+    """The cut of a parameter, on which the layers that hold it agree.
+
+    A module around layers may hold a layer's parameter too (Hugging Face's heads do): it gets the part.
+    """
+    layers = [holder for holder in holders if not _is_around(holder, holders)]
+    names = [full_name(name, own) for name, _, own in layers]
+    for (module, _, _), name in zip(layers, names, strict=True):
         if cuts.get(name) != cuts.get(names[0]):
-            whole = f"tp_plan={{..., '{holders[0][0]}': 'replicate', '{module}': 'replicate'}}"
+            whole = f"tp_plan={{..., '{layers[0][0]}': 'replicate', '{module}': 'replicate'}}"
             raise ModelError(
                 f"'{names[0]}' and '{name}' are one parameter, and {_told(names[0], cuts)}, but {_told(name, cuts)}; "
                 f"cut both alike or neither, e.g. {whole}"
             )
     return cuts.get(names[0])
+
+
+def _is_around(holder: Holder, holders: list[Holder]) -> bool:
+    return any(name.startswith(f"{holder[0]}." if holder[0] else "") and name != holder[0] for name, _, _ in holders)
 
 
 def _told(name: str, cuts: dict[str, Cut]) -> str:

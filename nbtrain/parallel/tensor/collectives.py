@@ -18,10 +18,12 @@ Of arXiv 1909.08053 (section 3) and arXiv 2205.05198 (section 4.2.2). Tensors of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from nbtrain.parallel.tensor.peers import Peers
 
@@ -40,14 +42,22 @@ def enter(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    if x.is_leaf:  # its graph holds it: an attribute would close a cycle that nothing frees
-        return _applied(_Enter, x, peers)
-    version, by, entered = vars(x).get(_ENTERED, (None, None, None))
-    if version == x._version and by is peers and entered is not None:
-        return entered  # type: ignore[no-any-return]
-    entered = _applied(_Enter, x, peers)
-    vars(x)[_ENTERED] = (x._version, peers, entered)
-    return entered
+    return _shared(x, peers, lambda: _applied(_Enter, x, peers))
+
+
+def enter_sequence(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """`gather_sequence`, shared by the layers that take the same tensor."""
+    return _shared(x, peers, lambda: gather_sequence(x, peers))
+
+
+def _shared(x: torch.Tensor, peers: Peers, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What was made of this very tensor, while it is as it was; it lives as long as the tensor."""
+    if not torch.is_grad_enabled() or not x.requires_grad or x.is_leaf:
+        return make()  # a leaf is held by its graph: an attribute would close a cycle that nothing frees
+    held: tuple[int, Peers, torch.Tensor] | None = vars(x).get(_ENTERED)
+    if held is None or held[:2] != (x._version, peers):
+        held = vars(x)[_ENTERED] = x._version, peers, make()
+    return held[2]
 
 
 def leave(x: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -126,6 +136,7 @@ class _Enter(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduced(gradient, ctx.peers), None
 
@@ -156,6 +167,7 @@ class _Along(torch.autograd.Function):
         return cls.there(x, peers, dim)  # type: ignore[no-any-return]
 
     @classmethod
+    @once_differentiable
     def backward(cls, ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return cls.back(gradient, ctx.peers, ctx.dim), None, None
 

@@ -15,9 +15,9 @@ from nbtrain.parallel.blocks import repeated_blocks
 from nbtrain.parallel.tensor.cuts import TensorPlan
 from nbtrain.parallel.tensor.describe import describe
 from nbtrain.parallel.tensor.probe import probe_inputs
-from nbtrain.parallel.tensor.proof import Call, recorded, refuted, without
 from nbtrain.parallel.tensor.recognise import findings, recognise
 from nbtrain.parallel.tensor.stated import from_patterns
+from nbtrain.parallel.tensor.trials import Call, recorded, refuted, without
 from nbtrain.parallel.tensor.twin import twin_of
 from nbtrain.plan import Plan
 
@@ -44,16 +44,17 @@ def decide(
     if patterns is None and call is not None and (problems := findings(twin, plan.tp, call)):
         raise ModelError("\n".join(problems))
     chosen = _chosen(twin, plan, patterns, call)
+    if plan.sequence_parallel:
+        chosen = replace(chosen, trunk=tuple(_trunk(model)))
     calls = {} if call is None else recorded(twin, chosen, call)
     wrong = refuted(model, chosen, calls, peers)
-    if wrong and patterns is not None:
+    if wrong and (patterns is not None or chosen.trunk):
         told = "; ".join(f"'{name}': {why}" for name, why in wrong.items())
-        raise ModelError(f"tp_plan would give other numbers than one device: {told}; leave these layers out of it")
+        cure = "type sequence_parallel=False" if chosen.trunk else "leave these layers out of tp_plan"
+        raise ModelError(f"the plan would give other numbers than one device: {told}; {cure}")
     chosen = without(chosen, wrong)
     if not chosen.layers:
         raise ModelError(_nothing(model, plan, chosen, call))
-    if plan.sequence_parallel:
-        chosen = replace(chosen, trunk=tuple(_trunk(model)))
     if dist.get_rank() == 0:
         print(describe(chosen, model))
     return chosen

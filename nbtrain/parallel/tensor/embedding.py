@@ -9,15 +9,20 @@ from torch import nn
 from nbtrain.errors import ModelError
 from nbtrain.parallel.tensor.collectives import leave
 from nbtrain.parallel.tensor.peers import TensorGrouped
+from nbtrain.parallel.tensor.swap import cut_class, swap_class
 
 _REFUSED = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 
 
-class VocabEmbedding(TensorGrouped, nn.Embedding):
+class Vocab(TensorGrouped):
     """Ids (...) of any integer dtype to (..., D). Rows [rank V/t, (rank + 1) V/t) are here.
 
     ``num_embeddings`` is the part's; ``padding_idx`` is the whole vocabulary's.
     """
+
+    num_embeddings: int
+    padding_idx: int | None
+    weight: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = self.num_embeddings
@@ -34,9 +39,18 @@ class VocabEmbedding(TensorGrouped, nn.Embedding):
         return local if 0 <= local < self.num_embeddings else None
 
 
+VocabEmbedding = cut_class(Vocab, nn.Embedding)
+
+
 def cut_embedding(module: nn.Embedding) -> None:
-    """Swaps the class of an embedding whose weight is a part already."""
-    module.__class__ = VocabEmbedding
+    """Swaps the class of an embedding whose weight is a part already.
+
+    A class with a forward of its own (one that scales what ``super().forward`` found) runs it around the lookup.
+    """
+    if type(module).forward is nn.Embedding.forward:
+        swap_class(module, Vocab)
+    else:
+        module.__class__ = cut_class(type(module), VocabEmbedding)
     module.num_embeddings = module.weight.shape[0]
 
 
@@ -44,8 +58,14 @@ def check_embedding(name: str, module: nn.Embedding) -> None:
     """Refuses what needs all rows.
 
     Raises:
-        ModelError: It renormalises, scales gradients by frequency or has sparse gradients.
+        ModelError: It renormalises, scales gradients by frequency or has sparse gradients, or looks up by itself.
     """
+    forward = type(module).forward
+    if forward is not nn.Embedding.forward and "__class__" not in forward.__code__.co_freevars:
+        raise ModelError(
+            f"the forward of '{name}' looks up rows by itself, of which a rank has a part; call super().forward(ids) "
+            f"in {type(module).__name__}, or keep it whole with tp_plan={{..., '{name}': 'replicate'}}"
+        )
     for option, default in _REFUSED.items():
         if getattr(module, option, default) != default:
             raise ModelError(

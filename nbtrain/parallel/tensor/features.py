@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Labels = np.ndarray
+Labels = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -31,16 +32,17 @@ class Features:
 
     def join(self, one: Tensor, other: Tensor) -> int:
         """Each node with the one at its place in the other tensor, which broadcast; returns how many pairs differ."""
-        left, right = torch.broadcast_tensors(one, other)
+        shape = np.broadcast_shapes(tuple(one.shape), tuple(other.shape))
+        left, right = _distinct(one.expand(shape), other.expand(shape))
         differ = left != right
-        pairs = torch.unique(torch.stack((left[differ], right[differ])), dim=1)
-        if pairs.shape[1]:
-            self.edges.append(pairs)
-        return pairs.shape[1]
+        keys = torch.unique(left[differ] * self.size + right[differ])
+        if len(keys):
+            self.edges.append(torch.stack((keys // self.size, keys % self.size)))
+        return len(keys)
 
     def join_along(self, nodes: Tensor, dims: Iterable[int]) -> int:
         """All nodes along these dims."""
-        return sum(self.join(nodes, nodes.narrow(dim, 0, 1)) for dim in dims if nodes.shape[dim])
+        return sum(self.join(nodes, nodes.narrow(dim, 0, 1)) for dim in dims if nodes.shape[dim] and nodes.stride(dim))
 
     def components(self) -> Labels:
         """For each node the smallest node of its component. (size,)"""
@@ -56,6 +58,14 @@ class Features:
                 np.minimum.at(labels, labels[ends], lowest)
             while (labels[labels] != labels).any():
                 labels = labels[labels]
+
+
+def _distinct(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Without dims along which both only repeat: samples and tokens."""
+    for dim, strides in enumerate(zip(one.stride(), other.stride(), strict=True)):
+        if strides == (0, 0) and one.shape[dim] > 1:
+            one, other = one.narrow(dim, 0, 1), other.narrow(dim, 0, 1)
+    return one, other
 
 
 def pieces(sides: list[Labels], degree: int) -> list[Labels] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from os.path import commonprefix
 
 import numpy as np
 import torch
@@ -55,14 +54,16 @@ class Analysis:
 
     def outputs(self, name: str) -> Labels:
         """Components of a matrix's output features."""
-        return self.labels[self.layers.outputs[name].numpy()]
+        found: Labels = self.labels[self.layers.outputs[name].numpy()]
+        return found
 
     def inputs(self, name: str) -> Labels:
-        return self.labels[self.layers.inputs[name].numpy()]
+        found: Labels = self.labels[self.layers.inputs[name].numpy()]
+        return found
 
     @cached_property
     def joints(self) -> list[Joint]:
-        """Small ones first, then in the order in which they are called."""
+        """Those of large weights first (not LoRA's), then small ones, then in the order in which they are called."""
         found: dict[int, tuple[list[str], list[str]]] = {}
         cluster = self._clusters()
         for name in self.called:
@@ -70,7 +71,11 @@ class Analysis:
                 for one in dict.fromkeys(cluster[component] for component in side[side > 0].tolist()):
                     found.setdefault(one, ([], []))[at].append(name)
         joints = [Joint(tuple(columns), tuple(rows)) for columns, rows in found.values()]
-        return sorted(joints, key=lambda joint: len(joint.names))
+        return sorted(joints, key=lambda joint: (-self._mean_weight(joint), len(joint.names)))
+
+    def _mean_weight(self, joint: Joint) -> float:
+        matrices = [self.layers.matrices[name] for name in joint.names]
+        return sum(each.num_inputs * each.num_outputs for each in matrices) / len(matrices)
 
     @cached_property
     def called(self) -> list[str]:
@@ -120,7 +125,7 @@ class Analysis:
     def region(self, joint: Joint) -> Frames:
         """Frames of the smallest module whose call encloses the joint, that module last."""
         frames = [call.frames[:-1] for call in self.calls(joint.names)]
-        return tuple(commonprefix([*frames, *(touch.module for touch in self.touches(joint))]))
+        return _common([*frames, *(touch.module for touch in self.touches(joint))])
 
     def region_inputs(self, joint: Joint, frames: Frames) -> tuple[int | str, ...]:
         """The arguments of the region that only its columns take, if those are all that they take."""
@@ -128,9 +133,11 @@ class Analysis:
         depth = len(frames) - 1
         if any(call.arguments[depth] is None for call in calls):
             return ()
-        taken = {call.input for call in calls}
-        others = {call.input for name in self.layers.calls if name not in joint.columns for call in self.calls([name])}
-        if taken & (self.record.used | others):
+        taken, here = {call.input for call in calls}, frames[-1]
+        others = [call for name in self.layers.calls if name not in joint.columns for call in self.calls([name])]
+        if any(call.input in taken and here in call.frames for call in others):
+            return ()
+        if any(here in self.record.used.get(one, ()) for one in taken):
             return ()
         return tuple(dict.fromkeys(key for call in calls if (key := call.arguments[depth]) is not None))
 
@@ -149,22 +156,19 @@ class Analysis:
         parameters = self.model.get_submodule(name)._parameters.values()
         return any(id(each) in self.record.used for each in parameters if each is not None)
 
-    def heads(self, vocabulary: nn.Embedding) -> list[str]:
-        """Matrices from whole features to the vocabulary."""
-        size = vocabulary.num_embeddings
-        return [name for name in self.called if self.layers.matrices[name].num_outputs == size and self._leaves(name)]
-
-    def _leaves(self, name: str) -> bool:
-        return bool((self.outputs(name) == 0).all())
+    def heads(self, size: int) -> list[str]:
+        """Matrices whose outputs, of this size, leave the model."""
+        sized = [name for name in self.called if self.layers.matrices[name].num_outputs == size]
+        return [name for name in sized if bool((self.outputs(name) == 0).all())]
 
     def vocabulary(self, smallest: int) -> str | None:
         """The embedding that is worth cutting: as large as a head, or else four times as large as any other."""
         called = {name: each for name, each in self.layers.embeddings.items() if name in self.layers.calls}
         sizes = {name: each.num_embeddings for name, each in called.items()}
         ranked = sorted(sizes, key=lambda name: -sizes[name])
-        with_head = [name for name in ranked if self.heads(called[name])]
+        with_head = [name for name in ranked if self.heads(sizes[name])]
         for name in with_head or ranked[:1]:
-            others = [sizes[each] for each in ranked if each != name]
+            others = [sizes[each] for each in ranked if self.weight(each) != self.weight(name)]
             if sizes[name] >= smallest and (with_head or all(sizes[name] >= 4 * other for other in others)):
                 return name
         return None
@@ -186,6 +190,12 @@ class Analysis:
                 ):
                     return f"{name}={what.count} {of}"
         return f"the {what.count} heads {of}"
+
+
+def _common(frames: list[Frames]) -> Frames:
+    """What they all begin with."""
+    same = [len(set(each)) == 1 for each in zip(*frames, strict=False)]
+    return frames[0][: same.index(False) if False in same else len(same)]
 
 
 def _trace(layers: Layers, probe: Probe) -> Record:

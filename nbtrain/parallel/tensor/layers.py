@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from nbtrain.parallel.tensor.features import Features
 from nbtrain.parallel.tensor.trace import Trace, nodes_of, set_nodes, tensors
@@ -36,21 +37,30 @@ def matrix_of(module: nn.Module) -> Matrix | None:
         return None
     if type(module).forward is nn.Linear.forward:
         return Matrix(0, weight.shape[1], weight.shape[0])
-    if isinstance(module, nn.Linear | nn.Embedding) or (bias is not None and bias.shape != weight.shape[1:]):
+    if isinstance(module, nn.Embedding):
         return None
-    return Matrix(1, *weight.shape) if _multiplies(module, weight, bias) else None
+    for out_dim in (0, 1) if isinstance(module, nn.Linear) else (1,):
+        fits = bias is None or bias.shape == (weight.shape[out_dim],)
+        if fits and _multiplies(module, weight, bias, out_dim):
+            return Matrix(out_dim, weight.shape[1 - out_dim], weight.shape[out_dim])
+    return None
 
 
-def _multiplies(module: nn.Module, weight: Tensor, bias: Tensor | None) -> bool:
-    generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(2, 3, weight.shape[0], generator=generator, device=weight.device).to(weight.dtype)
+def _multiplies(module: nn.Module, weight: Tensor, bias: Tensor | None, out_dim: int) -> bool:
+    """Whether it gives ``x @ W + b`` for a random ``x`` and random parameters."""
+    generator = torch.Generator().manual_seed(0)
+    given = {"weight": torch.randn(weight.shape, generator=generator)}
+    if bias is not None:
+        given["bias"] = torch.randn(bias.shape, generator=generator)
+    matrix = given["weight"].t() if out_dim == 0 else given["weight"]
+    x = torch.randn(2, 3, matrix.shape[0], generator=generator)
     with torch.no_grad():
         try:
-            out = module(x)
+            out = functional_call(module, given, (x,))
         except Exception:  # it takes something else
             return False
-        expected = x @ weight + (0 if bias is None else bias)
-    return isinstance(out, Tensor) and out.shape == expected.shape and torch.allclose(out, expected, 1e-3, 1e-4)
+        expected = x @ matrix + given.get("bias", 0)
+    return isinstance(out, Tensor) and out.shape == expected.shape and torch.allclose(out, expected, 1e-3, 1e-3)
 
 
 @dataclass
@@ -147,7 +157,8 @@ class _Watch:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with torch._C.DisableTorchFunction():
                 self.layers.stack.append(name)
-                self.given.append({id(value): key for key, value in (*enumerate(args), *kwargs.items())})
+                keys: list[int | str] = [*range(len(args)), *kwargs]
+                self.given.append(dict(zip(map(id, (*args, *kwargs.values())), keys, strict=True)))
                 self.alive.append((args, kwargs))
                 if self._opaque(name):
                     return self._enter_layer(name, args, kwargs)

@@ -1,13 +1,12 @@
 """Linear layers cut by columns (output features) or rows (input features), over ``nn.Linear`` and its like.
 
 A layer becomes one of a subclass of its own class: names, hooks and ``isinstance`` stay. Weights are (out, in) as in
-``nn.Linear``, or (in, out) as in Hugging Face's ``Conv1D``, which has ``nx`` and ``nf`` instead of ``in_features`` and
-``out_features``; these attributes are the part's.
+``nn.Linear``, or (in, out) as in Hugging Face's ``Conv1D``. Attributes that hold these sizes are the part's.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +14,8 @@ from torch import nn
 
 from nbtrain.parallel.tensor.collectives import (
     enter,
+    enter_sequence,
     gather_last,
-    gather_sequence,
     leave,
     scatter_sequence,
 )
@@ -44,8 +43,11 @@ class Cutting(TensorGrouped):
     """Either kind. ``weight`` is a rank's part."""
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
     transposed: bool
+
+    @property
+    def _bias(self) -> nn.Parameter | None:
+        return getattr(self, "bias", None)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
@@ -64,7 +66,7 @@ class Column(Cutting):
     output: Output = "part"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part = self._product(entered(x, self.entrance, self.peers), self.bias)
+        part = self._product(entered(x, self.entrance, self.peers), self._bias)
         if self.output == "gathered":
             return joined(gather_last(part, self.peers), self.cut, self.peers)
         if self.output == "logits":
@@ -81,17 +83,14 @@ class Row(Cutting):
     scatters: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.finish(self._product(x), self.bias)
-
-    def finish(self, partial: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return finished(partial, bias, self.scatters, self.peers)
+        return finished(self._product(x), self._bias, self.scatters, self.peers)
 
 
 def entered(x: torch.Tensor, entrance: Entrance, peers: Peers) -> torch.Tensor:
     """``x`` as a layer that is cut by columns multiplies it."""
     if entrance == "open":
         return x
-    return enter(x, peers) if entrance == "sum" else gather_sequence(x, peers)
+    return enter(x, peers) if entrance == "sum" else enter_sequence(x, peers)
 
 
 def finished(partial: torch.Tensor, bias: torch.Tensor | None, scatters: bool, peers: Peers) -> torch.Tensor:
@@ -101,13 +100,14 @@ def finished(partial: torch.Tensor, bias: torch.Tensor | None, scatters: bool, p
     return total if bias is None else total + bias.to(total.dtype)
 
 
-def cut_linear(module: nn.Module, kind: type[Cutting]) -> None:
-    """Swaps the class of a linear layer whose weight is a part already."""
-    transposed = not hasattr(module, "in_features")
+def cut_linear(module: nn.Module, kind: type[Cutting], transposed: bool) -> None:
+    """Swaps the class of a linear layer whose weight, (in, out) where ``transposed``, is a part already."""
     swap_class(module, kind, transposed=transposed)
-    inputs, outputs = ("nx", "nf") if transposed else ("in_features", "out_features")
-    for name, dim in ((inputs, 0 if transposed else 1), (outputs, 1 if transposed else 0)):
-        setattr(module, name, module.weight.shape[dim])  # type: ignore[index]
+    weight: Any = module.weight
+    inputs, outputs = weight.shape if transposed else weight.shape[::-1]
+    for name, size in {"in_features": inputs, "out_features": outputs, "nx": inputs, "nf": outputs}.items():
+        if name in vars(module):
+            setattr(module, name, size)
 
 
 ColumnLinear = cut_class(Column, nn.Linear)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from nbtrain.errors import ModelError
@@ -113,6 +114,7 @@ class _Whole(torch.autograd.Function):
         return all_gathered(part, peers, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return own_part(gradient, ctx.peers, ctx.dim), None, None
 
@@ -227,10 +229,12 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(logits, CutLogits) or not _is_known(logits, given):
         return _gather(func, args, kwargs)
     losses, weights = _weighted_losses(logits, given)
+    # as autocast has it
+    dtype = torch.float32 if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     if given["reduction"] == "none":
-        return losses.view(given["target"].shape).to(logits.dtype)
+        return losses.view(given["target"].shape).to(dtype)
     total = losses.sum()
-    return (total / weights.sum() if given["reduction"] == "mean" else total).to(logits.dtype)
+    return (total / weights.sum() if given["reduction"] == "mean" else total).to(dtype)
 
 
 _CALL = inspect.signature(inspect.unwrap(F.cross_entropy))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from nbtrain.parallel.tensor.peers import Peers
 
@@ -55,6 +56,7 @@ class _TokenLosses(torch.autograd.Function):
         return losses_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient_N: torch.Tensor) -> Any:
         logits_Nv, log_N, local_N, elsewhere_N = ctx.saved_tensors
         gradient_Nv = (logits_Nv.float() - log_N[:, None]).exp_()

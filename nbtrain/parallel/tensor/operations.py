@@ -31,7 +31,7 @@ def in_place(func: Func) -> bool:
     return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
 
 
-_AUGMENTED = {f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]}
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 
 _UNARY = (
     "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos "
@@ -76,7 +76,7 @@ NEW = functions("new_zeros new_ones new_full new_empty new_tensor")
 
 VIEW = functions("view reshape")
 LIKE = functions("view_as reshape_as")
-EXPAND = functions("expand")
+EXPAND = functions("expand broadcast_to")
 EXPAND_AS = functions("expand_as")
 FLATTEN, UNFLATTEN = functions("flatten"), functions("unflatten")
 REPEAT, REPEAT_INTERLEAVE = functions("repeat tile"), functions("repeat_interleave")

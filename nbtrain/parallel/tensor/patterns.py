@@ -25,7 +25,7 @@ ALIASES = {
 
 
 def own_plan(model: nn.Module) -> dict[str, str] | None:
-    """What the model says of itself (Hugging Face's ``tp_plan``), in our styles; what has no counterpart is left out."""
+    """What the model says of itself (Hugging Face's ``tp_plan``), in our styles; without what has no counterpart."""
     stated = getattr(model, "tp_plan", None)
     if not isinstance(stated, Mapping) or not stated:
         return None

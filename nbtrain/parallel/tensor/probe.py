@@ -15,7 +15,6 @@ Probe = tuple[tuple[Any, ...], dict[str, Any]]
 
 SAMPLES, LENGTH, TRIES = 2, 8, 60
 IMAGES = (32, 28, 64, 16, 8, 224)
-CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
 def probe_inputs(model: nn.Module, device: torch.device) -> Probe | None:
@@ -141,17 +140,14 @@ def _floats(model: nn.Module, device: torch.device) -> list[Tensor]:
 
 
 def _images(model: nn.Module, device: torch.device) -> list[Tensor]:
-    first = next((module for module in model.modules() if type(module) in CONVOLUTIONS), None)
+    first = next((each for each in model.modules() if isinstance(each, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if first is None:
         return []
-    num_dims = CONVOLUTIONS[type(first)]
+    num_dims = len(first.kernel_size)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(SAMPLES, first.in_channels, *(size,) * num_dims) for size in dict.fromkeys((*_sizes(model), *IMAGES))]  # type: ignore[union-attr]
-    return [
-        torch.randn(shape, generator=generator).to(device, _dtype(model))
-        for shape in shapes
-        if num_dims < 3 or shape[-1] < 64
-    ]
+    sizes = [size for size in dict.fromkeys((*_sizes(model), *IMAGES)) if num_dims < 3 or size < 64]
+    shapes = [(SAMPLES, first.in_channels, *(size,) * num_dims) for size in sizes]
+    return [torch.randn(shape, generator=generator).to(device, _dtype(model)) for shape in shapes]
 
 
 def _sizes(model: nn.Module) -> list[int]:

@@ -12,6 +12,8 @@ from nbtrain.parallel.tensor.features import Labels
 from nbtrain.parallel.tensor.joints import Analysis, Undivided
 from nbtrain.parallel.tensor.patterns import own_plan, styles_of
 
+_ELSEWHERE = "its weight is used outside of its forward"
+
 
 def reasons(
     analysis: Analysis, layers: Mapping[str, Layer], undivided: Sequence[Undivided], degree: int
@@ -54,28 +56,38 @@ def _reason(analysis: Analysis, name: str, module: nn.Module, undivided: Sequenc
 def _embedding(analysis: Analysis, name: str, degree: int) -> str:
     size = analysis.layers.embeddings[name].num_embeddings
     if name not in analysis.layers.calls:
-        return "the probe did not call it"
+        return _ELSEWHERE if analysis.used_elsewhere(name) else "the probe did not call it"
     if name != analysis.vocabulary(0):
         return "an embedding other than the vocabulary's"
     if size % degree:
         return f"its {size} rows cannot be cut into {degree}"
-    return "its weight is used outside of its forward" if analysis.used_elsewhere(name) else f"{size} rows are few"
+    return _ELSEWHERE if analysis.used_elsewhere(name) else f"{size} rows are few"
 
 
 def _matrix(analysis: Analysis, name: str) -> str:
     if name not in analysis.layers.calls:
         return "the probe did not call it"
     if analysis.used_elsewhere(name):
-        return "its weight is used outside of its forward"
-    output = analysis.outputs(name)
+        return _ELSEWHERE
+    incoming, output = analysis.inputs(name), analysis.outputs(name)
+    if (
+        _mixed(incoming)
+        and (incoming > 0).all()
+        and any(name in joint.rows and joint.columns for joint in analysis.joints)
+    ):
+        return _event(analysis, incoming, "its input features are mixed", "input")
     if (output == 0).any():
-        return _event(analysis, output, "its output is wanted whole")
-    if len(np.unique(output)) == 1 and len(output) > 1:
-        return _event(analysis, output, "its output features are mixed")
+        return _event(analysis, output, "its output is wanted whole", "output")
+    if _mixed(output):
+        return _event(analysis, output, "its output features are mixed", "output")
     return "no layer takes its output features one by one, or those that do are cut otherwise"
 
 
-def _event(analysis: Analysis, side: Labels, otherwise: str) -> str:
+def _mixed(side: Labels) -> bool:
+    return len(np.unique(side)) == 1 and len(side) > 1
+
+
+def _event(analysis: Analysis, side: Labels, otherwise: str, which: str) -> str:
     """The operation that joined most of these features."""
     mine = set(side.tolist())
     touches = [touch for touch in analysis.record.touches if int(analysis.labels[touch.node]) in mine and touch.joined]
@@ -85,4 +97,4 @@ def _event(analysis: Analysis, side: Labels, otherwise: str) -> str:
     if most.op == "output":
         return "its output is the model's"
     where = f" in '{most.module[-1]}'" if most.module and most.module[-1] else ""
-    return f"{most.op}{where} mixes its output features"
+    return f"{most.op}{where} mixes its {which} features"

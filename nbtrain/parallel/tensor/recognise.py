@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -14,31 +14,47 @@ from nbtrain.parallel.tensor.joints import Analysis, Joint, Undivided
 from nbtrain.parallel.tensor.layers import Frames
 from nbtrain.parallel.tensor.patterns import own_plan, styles_of
 from nbtrain.parallel.tensor.probe import Probe
+from nbtrain.parallel.tensor.proof import Refused, prove
 from nbtrain.parallel.tensor.reasons import reasons
 
 SMALLEST_VOCABULARY = 32
 """Rows below which an embedding isn't worth a collective."""
 
 
-def recognise(model: nn.Module, degree: int, probe: Probe) -> TensorPlan:
+def recognise(model: nn.Module, degree: int, probe: Probe, whole: Collection[str] = ()) -> TensorPlan:
     """Which layers of ``model`` are cut over ``degree`` ranks, and how.
 
     The same on all ranks whose models are the same.
 
     Args:
         probe: Arguments for one forward (`probe.probe_inputs`).
+        whole: Modules that stay whole.
     """
-    return plan_of(Analysis(model, probe), degree)
+    analysis, refused = Analysis(model, probe), dict.fromkeys(whole, "tp_plan says so")
+    while True:
+        plan = plan_for(Chosen(analysis, degree, refused=refused))
+        try:
+            prove(model, plan, probe)
+        except Refused as error:
+            refused |= dict.fromkeys(_alike(model, plan, error.region), f"its code does not run on a part: {error}")
+        else:
+            return plan
+
+
+def _alike(model: nn.Module, plan: TensorPlan, refused: str) -> list[str]:
+    """The layers of a region, and of others of its kind."""
+    kind, layers = type(model.get_submodule(refused)), plan.regions[refused].layers
+    return [
+        f"{name}.{own}" if name else own
+        for name, region in plan.regions.items()
+        if region.layers == layers and type(model.get_submodule(name)) is kind
+        for own in layers
+    ]
 
 
 def findings(model: nn.Module, degree: int, probe: Probe) -> list[str]:
     """What ``degree`` does not divide: numbers of heads and hidden sizes, each with the degrees that would do."""
     return Chosen(Analysis(model, probe), degree).findings()
-
-
-def plan_of(analysis: Analysis, degree: int) -> TensorPlan:
-    """The plan for an analysis."""
-    return plan_for(Chosen(analysis, degree))
 
 
 def plan_for(chosen: Chosen) -> TensorPlan:
@@ -52,7 +68,8 @@ def plan_for(chosen: Chosen) -> TensorPlan:
         layers=chosen.layers,
         regions=regions,
         partial=_partial(analysis, chosen.joints),
-        whole=reasons(analysis, chosen.layers, chosen.undivided, chosen.degree),
+        whole=reasons(analysis, chosen.layers, chosen.undivided, chosen.degree)
+        | {name: why for name, why in chosen.refused.items() if name in analysis.layers.calls},
     )
 
 
@@ -62,7 +79,7 @@ class Chosen:
 
     Args:
         styles: Of the only modules that may be cut; None: of all.
-        left: Modules that stay whole.
+        refused: Modules that stay whole, and why.
 
     Attributes:
         joints: Those that are cut.
@@ -73,7 +90,7 @@ class Chosen:
     analysis: Analysis
     degree: int
     styles: Mapping[str, str] | None = None
-    left: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
     joints: list[Joint] = field(default_factory=list)
     layers: dict[str, Layer] = field(default_factory=dict)
     undivided: list[Undivided] = field(default_factory=list)
@@ -97,6 +114,7 @@ class Chosen:
                 self.undivided.append(Undivided(joint.names, self.analysis.region(joint)[-1], count))
         self._take_attentions()
         self._take_vocabulary()
+        self._take_holders()
         self.layers = dict(sorted(self.layers.items(), key=lambda item: self._order(item[0])))
 
     def _order(self, name: str) -> int:
@@ -104,7 +122,7 @@ class Chosen:
 
     def _wants(self, style: str, *names: str) -> bool:
         if self.styles is None:
-            return not any(name in self.left for name in names)
+            return not any(name in self.refused for name in names)
         return all(self.styles.get(name) == style for name in names)
 
     def _allowed(self, joint: Joint) -> bool:
@@ -122,10 +140,10 @@ class Chosen:
 
     def _free(self, joint: Joint) -> bool:
         """None of its layers, nor one of the same weight, is cut otherwise."""
-        taken = {self.analysis.weight(name) for name in self.layers}
-        mine = {self.analysis.weight(name) for name in joint.names}
-        columns = {self.analysis.weight(name) for name in joint.columns}
-        return not (taken & mine) and not columns & {self.analysis.weight(name) for name in joint.rows}
+        taken = {self._weight(name) for name in self.layers}
+        mine = {self._weight(name) for name in joint.names}
+        columns = {self._weight(name) for name in joint.columns}
+        return not (taken & mine) and not columns & {self._weight(name) for name in joint.rows}
 
     def _take(self, joint: Joint, cuts: list[tuple[int, ...]]) -> None:
         self.joints.append(joint)
@@ -156,16 +174,33 @@ class Chosen:
         name = self.analysis.vocabulary(SMALLEST_VOCABULARY)
         if name is None:
             return
-        module = self.analysis.layers.embeddings[name]
-        heads = [each for each in self.analysis.heads(module) if each not in self.layers]
-        tied = [head for head in heads if self.analysis.weight(head) == self.analysis.weight(name)]
-        if self._whole_rows(module.num_embeddings, name, *tied) and self._wants("vocab", name):
-            if self._wants("colwise_gather_output", *tied):
-                self.layers[name] = Layer("vocab", {"weight": Cut(0, (module.num_embeddings,))})
+        size = self.analysis.layers.embeddings[name].num_embeddings
+        heads = [each for each in self.analysis.heads(size) if each not in self.layers]
+        same = [each for each in self.analysis.layers.embeddings if self._weight(each) == self._weight(name)]
+        tied = [head for head in heads if self._weight(head) == self._weight(name)]
+        wanted = self._wants("vocab", *same) and self._wants("colwise_gather_output", *tied)
+        if wanted and self._whole_rows(size, *same, *tied):
+            self.layers |= {each: Layer("vocab", {"weight": Cut(0, (size,))}) for each in same}
         for head in heads:
-            cut = name in self.layers if head in tied else self._whole_rows(module.num_embeddings, head)
+            cut = name in self.layers if head in tied else self._whole_rows(size, head)
             if cut and self._wants("colwise_gather_output", head):
-                self.layers[head] = self._column(head, "colwise_gather_output", (module.num_embeddings,))
+                self.layers[head] = self._column(head, "colwise_gather_output", (size,))
+
+    def _weight(self, name: str) -> int:
+        return self.analysis.weight(name)
+
+    def _take_holders(self) -> None:
+        """Modules that hold a cut parameter without using it have the part as well."""
+        cuts = {
+            id(parameter): cut
+            for name, layer in self.layers.items()
+            for own, cut in layer.cuts.items()
+            if (parameter := self.analysis.model.get_submodule(name)._parameters.get(own)) is not None
+        }
+        for name, module in self.analysis.model.named_modules():
+            held = {own: cuts[id(each)] for own, each in module._parameters.items() if id(each) in cuts}
+            if held and name not in self.layers:
+                self.layers[name] = Layer("replicate", held)
 
     def _whole_rows(self, size: int, *names: str) -> bool:
         return size % self.degree == 0 and not any(map(self.analysis.used_elsewhere, names))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.errors import ModelError
 from nbtrain.parallel.tensor.collectives import enter, gather_sequence
 from nbtrain.parallel.tensor.marks import Marks
 from nbtrain.parallel.tensor.peers import Peers
@@ -68,6 +69,7 @@ class WholeSequence:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         once: dict[int, torch.Tensor] = {}
+        _check_given(self, self._nbtrain_gathered, args, kwargs)
 
         def whole(key: int | str, value: Any) -> Any:
             if key not in self._nbtrain_gathered or not isinstance(value, torch.Tensor):
@@ -79,6 +81,17 @@ class WholeSequence:
         args = tuple(whole(index, value) for index, value in enumerate(args))
         kwargs = {name: whole(name, value) for name, value in kwargs.items()}
         return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the model's class
+
+
+def _check_given(module: Any, inputs: tuple[int | str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What is not gathered would be taken for the whole sequence."""
+    for key in inputs:
+        if not (key in kwargs if isinstance(key, str) else key < len(args)):
+            raise ModelError(
+                f"sequence_parallel gathers argument {key!r} of {type(module).__name__}, and it was called with "
+                f"{len(args)} positions and {', '.join(kwargs) or 'no keywords'}; call it as when the plan was made, "
+                "or type sequence_parallel=False"
+            )
 
 
 def read_sizes_as_whole(module: nn.Module, peers: Peers) -> None:

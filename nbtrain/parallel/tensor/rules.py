@@ -62,7 +62,13 @@ def _narrowed(marks: Marks, back: int, have: Mark, args: Args, kwargs: Kwargs) -
 
 def _entered(marks: Marks, value: Any) -> Any:
     """A whole tensor of which each rank will have a part of the gradient. Leaves are in `TensorPlan.partial`."""
-    if not isinstance(value, Tensor) or mark_of(value) or not value.requires_grad or value.is_leaf or not torch.is_grad_enabled():
+    if (
+        not isinstance(value, Tensor)
+        or mark_of(value)
+        or not value.requires_grad
+        or value.is_leaf
+        or not torch.is_grad_enabled()
+    ):
         return value
     if marks.enter is None:
         raise ModelError("a whole tensor meets cut features; its gradient would be a rank's part: Marks needs `enter`")
@@ -78,7 +84,7 @@ def take(marks: Marks, value: Tensor, dim: int, have: Mark) -> Tensor:
     if marks.part is None:
         raise ModelError("a whole tensor meets cut features: Marks needs `part`")
     value = _entered(marks, value)
-    pieces = [segment.chunk(marks.degree, dim)[marks.part] for segment in value.split(have.segments, dim)]
+    pieces = [segment.chunk(marks.degree, dim)[marks.part] for segment in torch.split(value, list(have.segments), dim)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 

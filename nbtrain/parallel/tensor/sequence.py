@@ -9,7 +9,9 @@ t ranks along tp::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +20,12 @@ from torch import nn
 from nbtrain.errors import BatchError, ModelError
 from nbtrain.parallel.tensor.attention import HeadsAttention
 from nbtrain.parallel.tensor.collectives import cut_sequence, join_sequence
-from nbtrain.parallel.tensor.cuts import TensorPlan
+from nbtrain.parallel.tensor.cuts import Layer, Region, TensorPlan
 from nbtrain.parallel.tensor.linear import Column, Row
 from nbtrain.parallel.tensor.peers import Peers
 from nbtrain.parallel.tensor.random import sharded
 from nbtrain.parallel.tensor.region import gather_inputs
-from nbtrain.parallel.tensor.state import cuts_by_name
+from nbtrain.parallel.tensor.state import cuts_by_name, full_name
 from nbtrain.parallel.tensor.swap import swap_class
 
 _OFF = "or type sequence_parallel=False"
@@ -42,6 +44,19 @@ def sequence_partial(model: nn.Module, plan: TensorPlan) -> list[str]:
     ]
 
 
+@dataclass(eq=False)
+class Trunk:
+    """What the blocks of a model share.
+
+    Attributes:
+        length: Positions of a part, in the forward that runs.
+    """
+
+    peers: Peers
+    blocks: tuple[str, ...]
+    length: int = 0
+
+
 class TrunkBlock:
     """A block between whose layers activations are cut: (B, T/t, C), but for the trunk's first input and last output.
 
@@ -50,64 +65,85 @@ class TrunkBlock:
         first: (B, T, C) is cut     last: (B, T/t, C) is joined
     """
 
-    _nbtrain_peers: Peers
+    _nbtrain_trunk: Trunk
     _nbtrain_block: str
-    _nbtrain_first: bool
-    _nbtrain_last: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        peers, name = self._nbtrain_peers, self._nbtrain_block
+        trunk, name = self._nbtrain_trunk, self._nbtrain_block
         key = _hidden(args, kwargs, name)
-        if self._nbtrain_first:
-            args, kwargs = _cut_hidden(args, kwargs, key, peers, name)
-        with sharded(peers):
-            output = super().forward(*args, **kwargs)  # type: ignore[misc]  # of the model's class
+        if name == trunk.blocks[0]:
+            args, kwargs = _cut_hidden(args, kwargs, key, trunk, name)
         given = args[key] if isinstance(key, int) else kwargs[key]
-        return _given_on(output, given, name, peers if self._nbtrain_last else None)
+        _check_length(given, trunk, name)
+        with sharded(trunk.peers):
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]  # of the model's class
+        return _given_on(output, given, name, trunk.peers if name == trunk.blocks[-1] else None)
 
 
 def cut_along_sequence(model: nn.Module, plan: TensorPlan, peers: Peers) -> None:
     """Makes the trunk of a model whose layers are cut already compute on parts of the sequence. Moves nothing."""
-    modules = dict(model.named_modules())
-    for name in _regions(plan):
-        gather_inputs(modules[name], plan.regions[name].inputs, peers)
+    modules, gathering = dict(model.named_modules()), _gathering(plan)
+    for name, inputs in gathering.items():
+        gather_inputs(modules[name], inputs, peers)
     for name in plan.layers:
         if _is_in(name, plan.trunk):
-            _on_parts(modules[name], gathered=_is_in(name, _regions(plan)))
+            _on_parts(modules[name], gathered=_is_in(name, gathering))
+    trunk = Trunk(peers, plan.trunk)
     for name in plan.trunk:
-        ends = {"_nbtrain_first": name == plan.trunk[0], "_nbtrain_last": name == plan.trunk[-1]}
-        swap_class(modules[name], TrunkBlock, _nbtrain_peers=peers, _nbtrain_block=name, **ends)
+        swap_class(modules[name], TrunkBlock, _nbtrain_trunk=trunk, _nbtrain_block=name)
 
 
 def check_trunk(model: nn.Module, plan: TensorPlan) -> None:
-    """Refuses a trunk whose regions could not be given the whole sequence.
+    """Refuses a trunk whose layers might need the whole sequence and would not get it.
 
     Raises:
-        ModelError: A region computes norms and cut layers in one forward.
+        ModelError: A forward that computes on parts of the sequence writes sizes of cut tensors too, or a layer with
+            weights is left whole: it may be attention.
     """
-    modules = dict(model.named_modules())
+    gathered = _gathering(plan)
     for name, region in plan.regions.items():
-        if not _is_in(name, plan.trunk) or region.inputs or _fits(modules[name]):
+        inside = [full_name(name, layer) for layer in region.layers if not _is_in(full_name(name, layer), gathered)]
+        if _is_in(name, plan.trunk) and region.written and any(_is_column(plan, layer) for layer in inside):
+            raise ModelError(
+                f"sequence_parallel: the forward of '{name}' holds cut layers ({', '.join(region.layers)}), the sizes "
+                f"of what is between them, and what acts on parts of the sequence; move these layers and what is "
+                f"between them into a module of their own, {_OFF}"
+            )
+    cut = cuts_by_name(model, plan)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or name in cut or not _is_in(name, plan.trunk) or _is_in(name, gathered):
             continue
+        reasons = [f" ({why})" for whole, why in plan.whole.items() if _is_in(name, [whole])]
         raise ModelError(
-            f"sequence_parallel: the forward of '{name}' holds cut layers ({', '.join(region.layers)}) beside what acts "
-            f"on parts of the sequence; move these layers and what is between them into a module of their own, {_OFF}"
+            f"sequence_parallel: '{name}' is left whole{reasons[0] if reasons else ''}, and might need the whole "
+            f"sequence where each rank has a part of it; choose a tp that cuts it, {_OFF}"
         )
 
 
-def _fits(module: nn.Module) -> bool:
-    """Whether its cut layers take and give parts by themselves: nothing between them asks for sizes."""
-    return isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+def _gathering(plan: TensorPlan) -> dict[str, tuple[int | str, ...]]:
+    """Modules of the trunk that gather inputs, and which. Elsewhere layers do it: columns, rows and attention."""
+    found: dict[str, tuple[int | str, ...]] = {}
+    for name, region in plan.regions.items():
+        if not _is_in(name, plan.trunk) or plan.layers.get(name, Layer("replicate")).style == "attention":
+            continue
+        if region.inputs:
+            found[name] = region.inputs
+        elif region.written and (inner := _around_columns(plan, name, region)) != name:
+            found[inner] = (0,)
+    return found
 
 
-def _regions(plan: TensorPlan) -> list[str]:
-    """Those that gather their inputs; attention and torch's layers do it themselves."""
-    attentions = {name for name, layer in plan.layers.items() if layer.style == "attention"}
-    return [
-        name
-        for name, region in plan.regions.items()
-        if _is_in(name, plan.trunk) and region.inputs and name not in attentions
+def _around_columns(plan: TensorPlan, name: str, region: Region) -> str:
+    """The smallest module around a region's columns: its row may be outside (Hugging Face's BERT)."""
+    columns = [layer.split(".")[:-1] for layer in region.layers if _is_column(plan, full_name(name, layer))]
+    common = [
+        parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*columns, strict=False))
     ]
+    return full_name(name, ".".join(common)) if common else name
+
+
+def _is_column(plan: TensorPlan, name: str) -> bool:
+    return name in plan.layers and plan.layers[name].style.startswith("colwise")
 
 
 def _on_parts(module: nn.Module, gathered: bool) -> None:
@@ -118,7 +154,7 @@ def _on_parts(module: nn.Module, gathered: bool) -> None:
         module.scatters = True
 
 
-def _is_in(name: str, parents: Any) -> bool:
+def _is_in(name: str, parents: Iterable[str]) -> bool:
     return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
 
 
@@ -146,7 +182,7 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any], block: str) -> int | 
 
 
 def _cut_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, peers: Peers, block: str
+    args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, trunk: Trunk, block: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     hidden: torch.Tensor = args[key] if isinstance(key, int) else kwargs[key]
     if hidden.dim() < 3:
@@ -154,16 +190,32 @@ def _cut_hidden(
             f"'{block}' was given activations of shape {tuple(hidden.shape)}, and sequence_parallel needs (batch, "
             f"sequence, ...); give a batch, {_OFF}"
         )
-    length, degree = hidden.shape[1], peers.degree
+    length, degree = hidden.shape[1], trunk.peers.degree
     if length % degree:
         raise BatchError(
             f"tp={degree} does not divide the {length} positions that enter '{block}'; pad sequences to "
             f"{-(-length // degree) * degree}, {_OFF}"
         )
-    part = cut_sequence(hidden, peers)
+    part = cut_sequence(hidden, trunk.peers)
+    if not _in_backward():
+        trunk.length = length // degree
     if isinstance(key, int):
         return (*args[:key], part, *args[key + 1 :]), kwargs
     return args, {**kwargs, key: part}
+
+
+def _check_length(part: torch.Tensor, trunk: Trunk, block: str) -> None:
+    """A residual around a block adds whole activations to parts, which would even broadcast where a part is one."""
+    if not _in_backward() and trunk.length and part.shape[1] != trunk.length:
+        raise ModelError(
+            f"sequence_parallel: '{block}' was given {part.shape[1]} positions, and a part of the sequence has "
+            f"{trunk.length}; what is added between blocks must be added inside them, {_OFF}"
+        )
+
+
+def _in_backward() -> bool:
+    """Recompute runs blocks again, of any forward before."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _given_on(output: Any, part: torch.Tensor, block: str, join: Peers | None) -> Any:

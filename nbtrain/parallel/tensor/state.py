@@ -19,7 +19,9 @@ def cuts_by_name(model: nn.Module, plan: TensorPlan) -> dict[str, Cut]:
     Works before and after `lay_out`. Persistent buffers are whole.
     """
     cuts = attribute_cuts(model, plan)
-    return {name: cuts[name] for name, _ in model.named_parameters(remove_duplicate=False) if name in cuts}
+    named = list(model.named_parameters(remove_duplicate=False))
+    cut = {id(parameter): cuts[name] for name, parameter in named if name in cuts}
+    return {name: cut[id(parameter)] for name, parameter in named if id(parameter) in cut}
 
 
 def attribute_cuts(model: nn.Module, plan: TensorPlan) -> dict[str, Cut]:

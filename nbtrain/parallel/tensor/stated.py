@@ -12,7 +12,8 @@ from nbtrain.parallel.tensor.joints import Analysis, Joint, Undivided
 from nbtrain.parallel.tensor.layers import Matrix, matrix_of
 from nbtrain.parallel.tensor.patterns import matches, style_named
 from nbtrain.parallel.tensor.probe import Probe
-from nbtrain.parallel.tensor.recognise import Chosen, attention_cuts, plan_for
+from nbtrain.parallel.tensor.proof import Refused, prove
+from nbtrain.parallel.tensor.recognise import Chosen, attention_cuts, plan_for, recognise
 
 _PASSIVE = ("replicate", "sequence")
 
@@ -33,15 +34,21 @@ def from_patterns(model: nn.Module, degree: int, patterns: Mapping[str, str], pr
     styles = stated_styles(model, patterns)
     if probe is None:
         return _unseen(model, degree, styles)
-    analysis = Analysis(model, probe)
     if all(style == "replicate" for style in styles.values()):
-        return plan_for(Chosen(analysis, degree, left=_inside(model, styles)))
-    chosen = Chosen(analysis, degree, styles)
+        return recognise(model, degree, probe, whole=_inside(model, styles))
+    chosen = Chosen(Analysis(model, probe), degree, styles)
     chosen.layers |= _alone(model, styles, chosen.layers, degree)
     for name, style in styles.items():
         if style not in _PASSIVE and name not in chosen.layers:
             raise _why(chosen, name, style)
-    return plan_for(chosen)
+    plan = plan_for(chosen)
+    try:
+        prove(model, plan, probe)
+    except Refused as error:
+        raise ModelError(
+            f"tp_plan: the code of {error.region!r} does not run on a part of its features: {error}"
+        ) from error
+    return plan
 
 
 def stated_styles(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
@@ -81,9 +88,9 @@ def _fitting(module: nn.Module, name: str, style: str) -> str:
     return allowed[style]
 
 
-def _inside(model: nn.Module, styles: Mapping[str, str]) -> frozenset[str]:
+def _inside(model: nn.Module, styles: Mapping[str, str]) -> list[str]:
     names = [name for name, _ in model.named_modules()]
-    return frozenset(name for name in names for outer in styles if name == outer or name.startswith(f"{outer}."))
+    return [name for name in names if any(name == outer or name.startswith(f"{outer}.") for outer in styles)]
 
 
 def _alone(model: nn.Module, styles: Mapping[str, str], have: Mapping[str, Layer], degree: int) -> dict[str, Layer]:

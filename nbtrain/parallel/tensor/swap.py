@@ -6,13 +6,19 @@ from typing import Any
 
 from torch import nn
 
+from nbtrain.parallel.tensor.peers import TensorGrouped
+
 _classes: dict[tuple[type, type], type[Any]] = {}
 
 
 def cut_class(kind: type, own: type) -> type[Any]:
-    """The subclass of ``own`` whose forward is that of ``kind``: one for each pair."""
+    """The subclass of ``own`` whose forward is that of ``kind``: one for each pair.
+
+    Layers show what they are; a user's module keeps its name, which its code may ask for.
+    """
     if (kind, own) not in _classes:
-        _classes[kind, own] = type(f"{kind.__name__}{own.__name__}", (kind, own), {"__module__": own.__module__})
+        name = f"{kind.__name__}{own.__name__}" if issubclass(kind, TensorGrouped) else own.__name__
+        _classes[kind, own] = type(name, (kind, own), {"__module__": own.__module__})
     return _classes[kind, own]
 
 

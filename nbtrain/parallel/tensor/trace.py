@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,6 +21,7 @@ from nbtrain.parallel.tensor.features import Features
 
 _NAME = "_nbtrain_features"
 Func = Callable[..., Any]
+Rule = Callable[["Trace", Func, Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,12 @@ class Record:
     Attributes:
         touches: Of features, in order.
         partial: Whole leaves that act on features: their id and one of the features.
-        used: Ids of tensors that some operation outside of layers took.
+        used: Ids of tensors that some operation outside of layers took, and in which modules.
     """
 
     touches: list[Touch] = field(default_factory=list)
     partial: list[tuple[int, int]] = field(default_factory=list)
-    used: set[int] = field(default_factory=set)
+    used: dict[int, set[str]] = field(default_factory=dict)
 
 
 def nodes_of(value: Any) -> Tensor | None:
@@ -90,14 +92,16 @@ class Trace(TorchFunctionMode):
             self._use(operands, result)
             return result
         before = len(self.features.edges)
-        result = _RULES.get(func, opaque)(self, func, args, kwargs)
+        rule: Rule = _RULES.get(func, opaque)
+        result = rule(self, func, args, kwargs)
         self._use(operands, result)
         self._touch(func, args, kwargs, result, sum(pair.shape[1] for pair in self.features.edges[before:]))
         return result
 
     def _use(self, operands: list[Tensor], result: Any) -> None:
         if any(True for _ in tensors(result)):
-            self.record.used.update(map(id, operands))
+            for value in operands:
+                self.record.used.setdefault(id(value), set()).update(self.stack)
             self._alive += operands
 
     def _touch(self, func: Func, args: Any, kwargs: Any, result: Any, joined: int) -> None:
@@ -138,8 +142,12 @@ def _shared(value: Tensor, nodes: Tensor) -> list[int]:
     return [dim for dim in dims if value.shape[dim - shift] > 1 and varies(nodes, dim)]
 
 
+def _shape(have: list[Tensor]) -> tuple[int, ...]:
+    return np.broadcast_shapes(*(tuple(nodes.shape) for nodes in have))
+
+
 def varies(nodes: Tensor, dim: int) -> bool:
-    return nodes.shape[dim] > 1 and bool((nodes != nodes.narrow(dim, 0, 1)).any())
+    return nodes.shape[dim] > 1 and nodes.stride(dim) > 0 and bool((nodes != nodes.narrow(dim, 0, 1)).any())
 
 
 def tensors(value: Any) -> Iterable[Tensor]:
@@ -161,14 +169,12 @@ def opaque(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     if func not in known.READS and not any(True for _ in tensors(result)):
         return result
-    first = None
-    for value in tensors((args, kwargs)):
-        if (nodes := nodes_of(value)) is not None and nodes.numel():
-            flat = nodes.reshape(-1)
-            first = flat[:1] if first is None else first
-            trace.features.join(flat, first)
-    for out in tensors(result) if first is not None else ():
-        set_nodes(out, first.reshape(()))
+    flat = [nodes.reshape(-1) for value in tensors((args, kwargs)) if (nodes := nodes_of(value)) is not None]
+    everything = torch.cat(flat)
+    if len(everything):
+        trace.features.join(everything, everything[:1])
+        for out in tensors(result):
+            set_nodes(out, everything[0])
     return result
 
 
@@ -177,7 +183,7 @@ def elementwise(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     have = [nodes for value in operands if (nodes := nodes_of(value)) is not None]
     if known.in_place(func) and nodes_of(args[0]) is None:
         return opaque(trace, func, args, kwargs)
-    first = have[0].expand(torch.broadcast_shapes(*(nodes.shape for nodes in have)))
+    first = have[0].expand(_shape(have))
     for other in have[1:]:
         trace.features.join(first, other)
     result = func(*args, **kwargs)
@@ -192,6 +198,7 @@ def move(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     if any(nodes_of(value) is not None for value in tensors((rest, kwargs)) if func not in known.LIKE):
         return opaque(trace, func, args, kwargs)
     result = func(data, *rest, **kwargs)
+    rest, kwargs = _here(rest), {name: _here(value) for name, value in kwargs.items()}
     named = _COPYING.get(func, func)(_named(data), *rest, **kwargs)  # names have other strides
     for out, nodes in zip(tensors(result), tensors(named), strict=True):
         set_nodes(out, nodes)
@@ -199,6 +206,13 @@ def move(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
 
 
 _COPYING: dict[Func, Func] = {Tensor.view: Tensor.reshape, Tensor.view_as: Tensor.reshape_as}
+
+
+def _here(value: Any) -> Any:
+    """Indices on the names' device."""
+    if isinstance(value, Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.cpu()
+    return type(value)(map(_here, value)) if type(value) in (list, tuple) else value
 
 
 def _named(data: Any) -> Any:
@@ -234,6 +248,18 @@ def along(at: int, *names: str, default: Any = None) -> Func:
         return result
 
     return rule
+
+
+def glu(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
+    """The first half of a dim, gated by the second."""
+    nodes, dim = nodes_of(args[0]), kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    if nodes is None:
+        return opaque(trace, func, args, kwargs)
+    first, second = nodes.chunk(2, dim)
+    trace.features.join(first, second)
+    result = func(*args, **kwargs)
+    set_nodes(result, first)
+    return result
 
 
 def norm(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
@@ -272,7 +298,7 @@ def _combine(trace: Trace, results: list[Tensor], have: list[Tensor]) -> None:
     for other in have[1:]:
         trace.features.join(have[0], other)
     for out in results:
-        set_nodes(out, have[0].expand(torch.broadcast_shapes(*(nodes.shape for nodes in have))))
+        set_nodes(out, have[0].expand(_shape(have)))
 
 
 def einsum(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
@@ -309,7 +335,8 @@ def einsum(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
 
 def attention(trace: Trace, func: Func, args: Any, kwargs: Any) -> Any:
     """Each head by itself."""
-    query, key, value = (*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))
+    given = dict(zip(("query", "key", "value"), args[:3], strict=False)) | kwargs
+    query, key, value = given["query"], given["key"], given["value"]
     result = func(*args, **kwargs)
     have = []
     for each in (query, key, value):
@@ -329,6 +356,7 @@ _RULES: dict[Func, Func] = {
     **dict.fromkeys(known.MOVES, move),
     **dict.fromkeys(known.NEW, fresh),
     **{func: along(at, *names, default=default) for func, (at, names, default) in known.ALONG.items()},
+    **dict.fromkeys(known.GLU, glu),
     **dict.fromkeys(known.NORMS, norm),
     **dict.fromkeys(known.MATMUL, contract),
     **dict.fromkeys(known.EINSUM, einsum),
