@@ -16,6 +16,7 @@ from nbtrain.events import Unportable
 # Modules whose objects the kernel may be unable to rebuild: torch is not imported there, and a class that was defined
 # in a cell lives on the ranks only.
 _FOREIGN = ("torch", "__main__", "nbtrain.parallel", "nbtrain.engine", "nbtrain.telemetry", "transformers")
+_WITHOUT_TORCH = ("nbtrain.parallel.report",)
 
 
 def portable(value: Any) -> Any:
@@ -84,7 +85,7 @@ def _travels(value: Any) -> bool:
 
 
 def _is_foreign(module: str) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in _FOREIGN)
+    return module not in _WITHOUT_TORCH and any(module == name or module.startswith(f"{name}.") for name in _FOREIGN)
 
 
 class _ModuleReader(pickle.Unpickler):

@@ -50,7 +50,7 @@ class Evidence:
 
     @property
     def common(self) -> list[str]:
-        """What the parameters that differ are, and no other one is. Empty where all differ."""
+        """What all parameters that differ are. Empty where all differ."""
         if not self.right:
             return []
         shared = set.intersection(*(set(self.traits.get(row.name, ())) for row in self.wrong))
@@ -69,7 +69,7 @@ def likely_cause(rows: tuple[Row, ...], plan: Plan, world_size: int, traits: Tra
 
 
 def _missing(evidence: Evidence) -> str:
-    if not evidence.wrong[0].note.endswith(("has none", "no gradient")):
+    if evidence.kind != "gradient" or not evidence.wrong[0].note.endswith("has none"):
         return ""
     return (
         "what forward uses differs: a parameter that gets no gradient on one side is left alone by the optimizer there"
@@ -77,7 +77,7 @@ def _missing(evidence: Evidence) -> str:
 
 
 def _not_finite(evidence: Evidence) -> str:
-    if all(math.isfinite(row.error) for row in evidence.wrong):
+    if not any(row.note.endswith("not finite") for row in evidence.wrong):
         return ""
     return "numbers that are not finite: try precision=fp32, a smaller learning rate, or look at the batch"
 
@@ -201,8 +201,8 @@ _RULES: list[Callable[[Evidence], str]] = [
     _missing,
     _not_finite,
     _some_ranks,
-    _random,
     _weights,
+    _random,
     _loss,
     _all_by_one_factor,
     _one_sort,

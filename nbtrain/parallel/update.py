@@ -60,7 +60,7 @@ class ShardedUpdate(Replica):
         self._bucket_mb = bucket_mb
         self.owed = self.shares = False
         self._is_reducing = True
-        self._attempt = 0  # of two backwards with an exception between them, no message of one is taken for the other's
+        self._attempt = 1  # of two backwards with an exception between them, no message of one is taken for the other's
         self._begun: list[Finish] = []
         self._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
         self.usage = _PieceUsage(self._trained, self)
@@ -185,7 +185,7 @@ class ShardedUpdate(Replica):
     def regroup(self, group: dist.ProcessGroup) -> None:
         vars(self).pop("_groups", None)
         self.unwrap()
-        self._attempt = 0  # ranks count those that they saw; no old message comes by a new group
+        self._attempt = 1  # ranks count those that they saw; no old message comes by a new group
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         for bucket in self._buckets:

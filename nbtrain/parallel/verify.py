@@ -181,7 +181,11 @@ def _only(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
 
 def _report(rows: tuple[Row, ...], plan: Plan, steps: int, single: _OneDevice, quiet: list[str]) -> Report:
     traits = traits_of(single.model)
-    notes = [f"dropout was off in {len(quiet)} modules: masks differ between layouts"] if quiet else []
+    notes = (
+        [f"dropout was off in {len(quiet)} module{'s' * (len(quiet) > 1)}: masks differ between layouts"]
+        if quiet
+        else []
+    )
     if single.draws:
         notes.append("the model draws random numbers in its forward, which differ between layouts")
     size = meshes.world_size()

@@ -64,8 +64,8 @@ def _traffic(plan: Plan) -> str:
     if plan.zero == 0 or plan.dp_shard == 1:
         return f"{name}an all-reduce of the gradients (2P elements)"
     if plan.zero == 1:
-        moved = f"{name}a reduce-scatter of the gradients (P elements), an all-gather of the updated parameters (P)"
-        return moved + _across(plan)
+        scatter = f"{name}a reduce-scatter of the gradients (P elements)"
+        return f"{scatter}{_across(plan)}, an all-gather of the updated parameters (P)"
     gathers = "two all-gathers of the parameters (2P)" if plan.zero == 3 else "an all-gather of the parameters (P)"
     moved = f"{name}{gathers}, a reduce-scatter of the gradients (P)"
     return moved + _across(plan)

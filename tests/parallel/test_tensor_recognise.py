@@ -270,4 +270,18 @@ def test_no_probe() -> None:
             return x["no such"]
 
     assert probe_inputs(Odd(), torch.device("cpu")) is None
-    assert recognised(Branches()).whole["b"] == "the probe did not call it"
+
+
+def test_a_branch_that_the_probe_did_not_take() -> None:
+    plan = recognised(Branches())
+    assert plan.layers == {}
+    assert plan.whole["b"] == "the probe did not call it"
+    assert plan.whole["out"] == "beside it, the probe did not call 'b'"
+
+
+def test_a_model_without_memory() -> None:
+    with torch.device("meta"):
+        model = MODELS["GroupedQuery"]()
+    probe = probe_inputs(model, torch.device("meta"))
+    assert probe is not None
+    assert cut(recognise(model, 2, probe), "blocks.1") == EXPECTED["GroupedQuery"]

@@ -31,6 +31,7 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.kv, self.out = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
         self.q_norm = nn.RMSNorm(D // H)
+        self.table = nn.Embedding(2, H)  # a whole bias of each head's scores
         # as LoRA has it: a whole layer before one that is cut
         self.down, self.up = nn.Linear(D, 3, bias=False), nn.Linear(3, D, bias=False)
 
@@ -39,7 +40,9 @@ class Attention(nn.Module):
         q = (self.q(x) + self.up(self.down(x))).view(B, T, H, D // H)
         k, v = (each.view(B, T, H, -1) for each in self.kv(x).chunk(2, -1))
         q, k, v = (each.transpose(1, 2) for each in (self.q_norm(q), k, v))
-        y = F.scaled_dot_product_attention(q, k.repeat(1, 1, 1, 2), v.repeat(1, 1, 1, 2), mask)
+        bias = self.table((torch.arange(T)[:, None] > torch.arange(T)).long()).permute(2, 0, 1)[None]
+        bias = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        y = F.scaled_dot_product_attention(q, k.repeat(1, 1, 1, 2), v.repeat(1, 1, 1, 2), bias)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -238,8 +241,9 @@ def test_what_is_partial() -> None:
     net = Net()
     plan = TensorPlan(2, **plan_of(LAYERS, REGIONS))
     net.blocks[1].requires_grad_(False)
-    names = {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "attn.q_norm.weight", "attn.down.weight"}
-    assert set(sequence_partial(net, plan)) == {f"blocks.0.{name}" for name in names | {"attn.out.bias", "mlp.2.bias"}}
+    norms = {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "attn.q_norm.weight"}
+    others = {"attn.down.weight", "attn.table.weight", "attn.out.bias", "mlp.2.bias"}
+    assert set(sequence_partial(net, plan)) == {f"blocks.0.{name}" for name in norms | others}
     assert sequence_partial(net, TensorPlan(2, plan.layers, plan.regions)) == []
 
 

@@ -130,8 +130,9 @@ def test_bytes_sent_and_held_are_those_of_the_description(spec: str, ranks: int)
 
 def test_what_moves_is_told_in_words() -> None:
     words = nt.Plan(zero=1, dp_replicate=2, tp=2).describe(8, 10**6)
-    assert "a reduce-scatter of the gradients (P elements), an all-gather of the updated parameters (P)" in words
-    assert "an all-reduce of its shards across replicas" in words
+    assert (
+        "a reduce-scatter of the gradients (P elements), an all-reduce of its shards across replicas, an all" in words
+    )
     assert "4 all-reduces a layer and microbatch" in words
     # 500,000 parameters of 4 bytes over 2 ranks, then 250,000 over 2 replicas
     share = "976.6 KiB in"

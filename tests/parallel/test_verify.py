@@ -16,6 +16,7 @@ from ranks import run_ranks
 from torch import nn
 
 import nbtrain as nt
+from nbtrain.engine.values import portable
 from nbtrain.errors import BatchError, ModelError, PlanError, UsageError
 from nbtrain.parallel import batchnorm, gradients, parallelize, verify
 from nbtrain.parallel.report import Report, Row
@@ -221,6 +222,32 @@ def from_numpy() -> nn.Module:
     return net
 
 
+class Branches(models.MLP):
+    """Leaves a parameter unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2, bias=False)
+
+
+def test_a_gradient_on_one_side_only_is_named() -> None:
+    class Faulty(nt.Trainer):
+        def step(self, *batch: Any, **named: Any) -> torch.Tensor:
+            loss = super().step(*batch, **named)
+            self.model.unused.weight.grad = torch.zeros(2, 2)
+            return loss
+
+    def on_rank() -> Report:
+        assert nt.verify(Branches, nt.Plan(zero=0), batch_of("mlp")).ok
+        verify.Trainer = Faulty
+        return nt.verify(Branches, nt.Plan(zero=0), batch_of("mlp"))
+
+    report = run_ranks(on_rank, 2)[0]
+    assert report.first_difference.name == "unused.weight"
+    assert report.first_difference.note == "is on one side only: one device has none"
+    assert report.likely_cause.startswith("what forward uses differs")
+
+
 def another_rate() -> Callable[[Any], torch.optim.Optimizer]:
     rates = [0.1, 0.2]
     return lambda params: torch.optim.SGD(params, lr=rates.pop())
@@ -276,6 +303,8 @@ def test_what_cannot_be_verified_is_refused() -> None:
 def test_the_kernel_reads_a_report_without_torch() -> None:
     code = "import sys, nbtrain.parallel.report; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+    report = nt.verify(models.MLP, None, batch_of("mlp"), steps=1)
+    assert portable([report]) == [report], "as of %%distributed --out"
 
 
 def test_a_report_is_short() -> None:

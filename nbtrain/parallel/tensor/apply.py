@@ -16,7 +16,7 @@ from nbtrain.parallel.tensor.linear import Column, Row, cut_linear
 from nbtrain.parallel.tensor.parts import take_part
 from nbtrain.parallel.tensor.peers import Peers
 from nbtrain.parallel.tensor.region import read_sizes_as_whole
-from nbtrain.parallel.tensor.sequence import check_trunk, cut_along_sequence
+from nbtrain.parallel.tensor.sequence import check_trunk, cut_along_sequence, is_in
 from nbtrain.parallel.tensor.state import attribute_cuts, full_name
 
 Holder = tuple[str, nn.Module, str]
@@ -55,7 +55,7 @@ def lay_out(
     _keep_off_fast_paths(modules, plan)
     for name, region in plan.regions.items():
         if region.written:
-            read_sizes_as_whole(modules[name], peers)
+            read_sizes_as_whole(modules[name], peers, sums=not is_in(name, plan.trunk))
     if plan.trunk:
         cut_along_sequence(model, plan, peers)
 

@@ -146,6 +146,12 @@ class Analysis:
         """Of all modules in the model."""
         return {name: at for at, (name, _) in enumerate(self.model.named_modules())}
 
+    def unreached(self, region: str) -> list[str]:
+        """Layers inside a module that the probe did not reach: its code branches."""
+        inside = f"{region}." if region else ""
+        names = (*self.layers.matrices, *self.layers.attentions)
+        return [name for name in names if name.startswith(inside) and name not in self.layers.calls]
+
     def weight(self, name: str) -> int:
         """Identity of a layer's weight, or of the layer."""
         module = self.model.get_submodule(name)

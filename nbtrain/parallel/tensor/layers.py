@@ -129,7 +129,7 @@ class Layers:
             else:
                 self.inputs[name], self.outputs[name] = self.inputs[first], self.outputs[first]
             if id(weight) in embedded:
-                self.features.join(self.inputs[name], torch.zeros((), dtype=torch.long))
+                self.features.join(self.inputs[name], torch.zeros((), dtype=torch.long, device="cpu"))
 
     @contextmanager
     def hooked(self, trace: Trace) -> Iterator[None]:
@@ -190,7 +190,7 @@ class _Watch:
         call = Call(tuple(self.layers.stack), arguments, id(given[0]), self.order)
         self.layers.calls.setdefault(name, []).append(call)
         self.order += 1
-        whole = torch.zeros((), dtype=torch.long)
+        whole = torch.zeros((), dtype=torch.long, device="cpu")
         for value in given:
             nodes = nodes_of(value)
             if name in self.layers.inputs:

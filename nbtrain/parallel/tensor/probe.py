@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice, product
 from typing import Any
 
@@ -40,8 +40,9 @@ def probing(model: nn.Module) -> Iterator[None]:
     config = getattr(model, "config", None)
     cache = getattr(config, "use_cache", None)
     fast = torch.backends.mha.get_fastpath_enabled()
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(devices):
+    devices = dict.fromkeys(parameter.device for parameter in model.parameters() if parameter.is_cuda)
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    with torch.random.fork_rng(list(devices)), torch.device("meta") if meta else nullcontext():
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             model.eval()

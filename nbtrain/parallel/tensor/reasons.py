@@ -69,6 +69,10 @@ def _matrix(analysis: Analysis, name: str) -> str:
         return "the probe did not call it"
     if analysis.used_elsewhere(name):
         return _ELSEWHERE
+    for joint in analysis.joints:
+        unreached = analysis.unreached(analysis.region(joint)[-1]) if name in joint.names and joint.rows else []
+        if unreached and joint.columns:
+            return f"beside it, the probe did not call {', '.join(map(repr, unreached[:3]))}"
     incoming, output = analysis.inputs(name), analysis.outputs(name)
     if (
         _mixed(incoming)

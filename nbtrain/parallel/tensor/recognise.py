@@ -132,7 +132,7 @@ class Chosen:
             and not set(joint.columns) & set(joint.rows)
             and all((side > 0).all() for side in self.analysis.sides(joint))
             and not any(self.analysis.used_elsewhere(name) for name in joint.names)
-            and bool(self.analysis.region(joint))
+            and not self.analysis.unreached(self.analysis.region(joint)[-1])
             and self._wants("colwise", *joint.columns)
             and self._wants("rowwise", *joint.rows)
             and self._free(joint)

@@ -31,8 +31,14 @@ def marking() -> bool:
 
 
 @contextmanager
-def whole_sizes(peers: Peers) -> Iterator[None]:
-    """Sizes inside are written for whole tensors. One region in another changes nothing."""
+def whole_sizes(peers: Peers, sums: bool = True) -> Iterator[None]:
+    """Sizes inside are written for whole tensors. One region in another changes nothing.
+
+    Args:
+        peers: Who has the other parts.
+        sums: Whether the gradient of a whole tensor, of which a rank takes its part inside, is summed over tp. Where it
+            is not, whole parameters have partial gradients.
+    """
     if marking():
         yield
         return
@@ -45,7 +51,7 @@ def whole_sizes(peers: Peers) -> Iterator[None]:
 
     _depth.marks += 1
     try:
-        with Marks(peers.degree, part=peers.rank, enter=entering, random=random):
+        with Marks(peers.degree, part=peers.rank, enter=entering if sums else None, random=random):
             yield
     finally:
         _depth.marks -= 1
@@ -55,9 +61,10 @@ class WholeSizes:
     """A module whose code writes sizes of whole tensors."""
 
     _nbtrain_peers: Peers
+    _nbtrain_sums: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with whole_sizes(self._nbtrain_peers):
+        with whole_sizes(self._nbtrain_peers, self._nbtrain_sums):
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the model's class
 
 
@@ -94,9 +101,9 @@ def _check_given(module: Any, inputs: tuple[int | str, ...], args: tuple[Any, ..
             )
 
 
-def read_sizes_as_whole(module: nn.Module, peers: Peers) -> None:
-    """Makes the forward of ``module`` a region whose sizes are written for whole tensors."""
-    swap_class(module, WholeSizes, _nbtrain_peers=peers)
+def read_sizes_as_whole(module: nn.Module, peers: Peers, *, sums: bool) -> None:
+    """Makes the forward of ``module`` a region whose sizes are written for whole tensors; see `whole_sizes`."""
+    swap_class(module, WholeSizes, _nbtrain_peers=peers, _nbtrain_sums=sums)
 
 
 def gather_inputs(module: nn.Module, inputs: tuple[int | str, ...], peers: Peers) -> None:

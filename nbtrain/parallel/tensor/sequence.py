@@ -40,7 +40,7 @@ def sequence_partial(model: nn.Module, plan: TensorPlan) -> list[str]:
     return [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and name not in cut and _is_in(name, plan.trunk)
+        if parameter.requires_grad and name not in cut and is_in(name, plan.trunk)
     ]
 
 
@@ -86,8 +86,8 @@ def cut_along_sequence(model: nn.Module, plan: TensorPlan, peers: Peers) -> None
     for name, inputs in gathering.items():
         gather_inputs(modules[name], inputs, peers)
     for name in plan.layers:
-        if _is_in(name, plan.trunk):
-            _on_parts(modules[name], gathered=_is_in(name, gathering))
+        if is_in(name, plan.trunk):
+            _on_parts(modules[name], gathered=is_in(name, gathering))
     trunk = Trunk(peers, plan.trunk)
     for name in plan.trunk:
         swap_class(modules[name], TrunkBlock, _nbtrain_trunk=trunk, _nbtrain_block=name)
@@ -102,8 +102,8 @@ def check_trunk(model: nn.Module, plan: TensorPlan) -> None:
     """
     gathered = _gathering(plan)
     for name, region in plan.regions.items():
-        inside = [full_name(name, layer) for layer in region.layers if not _is_in(full_name(name, layer), gathered)]
-        if _is_in(name, plan.trunk) and region.written and any(_is_column(plan, layer) for layer in inside):
+        inside = [full_name(name, layer) for layer in region.layers if not is_in(full_name(name, layer), gathered)]
+        if is_in(name, plan.trunk) and region.written and any(_is_column(plan, layer) for layer in inside):
             raise ModelError(
                 f"sequence_parallel: the forward of '{name}' holds cut layers ({', '.join(region.layers)}), the sizes "
                 f"of what is between them, and what acts on parts of the sequence; move these layers and what is "
@@ -111,9 +111,9 @@ def check_trunk(model: nn.Module, plan: TensorPlan) -> None:
             )
     cut = cuts_by_name(model, plan)
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or name in cut or not _is_in(name, plan.trunk) or _is_in(name, gathered):
+        if parameter.dim() < 2 or name in cut or not is_in(name, plan.trunk) or is_in(name, gathered):
             continue
-        reasons = [f" ({why})" for whole, why in plan.whole.items() if _is_in(name, [whole])]
+        reasons = [f" ({why})" for whole, why in plan.whole.items() if is_in(name, [whole])]
         raise ModelError(
             f"sequence_parallel: '{name}' is left whole{reasons[0] if reasons else ''}, and might need the whole "
             f"sequence where each rank has a part of it; choose a tp that cuts it, {_OFF}"
@@ -124,7 +124,7 @@ def _gathering(plan: TensorPlan) -> dict[str, tuple[int | str, ...]]:
     """Modules of the trunk that gather inputs, and which. Elsewhere layers do it: columns, rows and attention."""
     found: dict[str, tuple[int | str, ...]] = {}
     for name, region in plan.regions.items():
-        if not _is_in(name, plan.trunk) or plan.layers.get(name, Layer("replicate")).style == "attention":
+        if not is_in(name, plan.trunk) or plan.layers.get(name, Layer("replicate")).style == "attention":
             continue
         if region.inputs:
             found[name] = region.inputs
@@ -154,7 +154,8 @@ def _on_parts(module: nn.Module, gathered: bool) -> None:
         module.scatters = True
 
 
-def _is_in(name: str, parents: Iterable[str]) -> bool:
+def is_in(name: str, parents: Iterable[str]) -> bool:
+    """Whether a module or parameter is one of ``parents``, or inside one."""
     return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
 
 

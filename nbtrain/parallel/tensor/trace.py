@@ -132,7 +132,7 @@ class Trace(TorchFunctionMode):
 
     def whole(self, nodes: Tensor) -> None:
         """These features are wanted whole."""
-        self.features.join(nodes, torch.zeros((), dtype=torch.long))
+        self.features.join(nodes, torch.zeros((), dtype=torch.long, device="cpu"))
 
 
 def _shared(value: Tensor, nodes: Tensor) -> list[int]:
@@ -211,7 +211,7 @@ _COPYING: dict[Func, Func] = {Tensor.view: Tensor.reshape, Tensor.view_as: Tenso
 def _here(value: Any) -> Any:
     """Indices on the names' device."""
     if isinstance(value, Tensor):
-        return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.cpu()
+        return torch.zeros(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else value.cpu()
     return type(value)(map(_here, value)) if type(value) in (list, tuple) else value
 
 
@@ -219,7 +219,7 @@ def _named(data: Any) -> Any:
     if isinstance(data, Tensor):
         nodes = nodes_of(data)
         empty = data.ndim == 1 and not data.numel()  # joins any tensor in `cat`
-        return torch.zeros(data.shape, dtype=torch.long) if nodes is None or empty else nodes
+        return torch.zeros(data.shape, dtype=torch.long, device="cpu") if nodes is None or empty else nodes
     return [_named(value) for value in data]
 
 
