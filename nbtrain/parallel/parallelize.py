@@ -192,9 +192,9 @@ def _change_forward(model: nn.Module, layout: Layout) -> None:
         recompute(model, plan.recompute)
     if "activations" in (plan.offload or ()):
         offload_activations(model)
-    compute_in(model, plan.precision, device)
     if layout.draws is not None:
         seed_forwards(model, layout.draws)
+    compute_in(model, plan.precision, device)
 
 
 def _wrap(model: nn.Module, layout: Layout, deferred: Deferred | None) -> nn.Module:

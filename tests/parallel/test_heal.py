@@ -129,9 +129,9 @@ def doom(trainer: nt.Trainer, place: str) -> None:
     if place in ("in the wait", "behind the wait"):
         reduce = Tally.reduce
 
-        def fatal(tally: Tally, *args: Any) -> Any:
+        def fatal(tally: Tally, *args: Any, **options: Any) -> Any:
             if place == "behind the wait":
-                reduce(tally, *args)
+                reduce(tally, *args, **options)
             die()
 
         Tally.reduce = fatal

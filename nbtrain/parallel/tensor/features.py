@@ -28,7 +28,7 @@ class Features:
     def new(self, count: int) -> Tensor:
         """Nodes that nothing joins yet. (count,)"""
         self.size += count
-        return torch.arange(self.size - count, self.size)
+        return torch.arange(self.size - count, self.size, device="cpu")
 
     def join(self, one: Tensor, other: Tensor) -> int:
         """Each node with the one at its place in the other tensor, which broadcast; returns how many pairs differ."""

@@ -12,8 +12,9 @@ from torch import nn
 
 from nbtrain.parallel.tensor.features import Labels, num_groups, pieces, segments
 from nbtrain.parallel.tensor.layers import Call, Frames, Layers
+from nbtrain.parallel.tensor.names import tensors
 from nbtrain.parallel.tensor.probe import Probe, probing
-from nbtrain.parallel.tensor.trace import Record, Touch, Trace, tensors
+from nbtrain.parallel.tensor.trace import Record, Touch, Trace
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from nbtrain.parallel.tensor.features import Features
-from nbtrain.parallel.tensor.trace import Trace, nodes_of, set_nodes, tensors
+from nbtrain.parallel.tensor.names import nodes_of, set_nodes, tensors
+from nbtrain.parallel.tensor.trace import Trace
 
 Frames = tuple[str, ...]
 
@@ -48,12 +49,12 @@ def matrix_of(module: nn.Module) -> Matrix | None:
 
 def _multiplies(module: nn.Module, weight: Tensor, bias: Tensor | None, out_dim: int) -> bool:
     """Whether it gives ``x @ W + b`` for a random ``x`` and random parameters."""
-    generator = torch.Generator().manual_seed(0)
-    given = {"weight": torch.randn(weight.shape, generator=generator)}
+    generator = torch.Generator("cpu").manual_seed(0)
+    given = {"weight": torch.randn(weight.shape, generator=generator, device="cpu")}
     if bias is not None:
-        given["bias"] = torch.randn(bias.shape, generator=generator)
+        given["bias"] = torch.randn(bias.shape, generator=generator, device="cpu")
     matrix = given["weight"].t() if out_dim == 0 else given["weight"]
-    x = torch.randn(2, 3, matrix.shape[0], generator=generator)
+    x = torch.randn(2, 3, matrix.shape[0], generator=generator, device="cpu")
     with torch.no_grad():
         try:
             out = functional_call(module, given, (x,))

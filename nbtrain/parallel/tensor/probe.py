@@ -117,9 +117,9 @@ def _ids(model: nn.Module, device: torch.device) -> list[Tensor]:
     if not sizes:
         return []
     length = min(LENGTH, *sizes) if min(sizes) > 1 else LENGTH
-    generator = torch.Generator().manual_seed(0)
-    small = torch.randint(min(sizes), (SAMPLES, LENGTH), generator=generator)
-    large = torch.randint(max(sizes), (SAMPLES, LENGTH), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    small = torch.randint(min(sizes), (SAMPLES, LENGTH), generator=generator, device="cpu")
+    large = torch.randint(max(sizes), (SAMPLES, LENGTH), generator=generator, device="cpu")
     return [each.to(device) for each in dict.fromkeys((small, large, small[:, :length], small[:, 0]))]
 
 
@@ -134,10 +134,10 @@ def _floats(model: nn.Module, device: torch.device) -> list[Tensor]:
             widths[module.embedding_dim] = None
         elif isinstance(module, nn.LayerNorm):
             widths[module.normalized_shape[-1]] = None
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     shapes = [shape for width in widths for shape in ((SAMPLES, LENGTH, width), (SAMPLES, width))]
     dtype = _dtype(model)
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes[:12]]
+    return [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes[:12]]
 
 
 def _images(model: nn.Module, device: torch.device) -> list[Tensor]:
@@ -145,10 +145,10 @@ def _images(model: nn.Module, device: torch.device) -> list[Tensor]:
     if first is None:
         return []
     num_dims = len(first.kernel_size)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     sizes = [size for size in dict.fromkeys((*_sizes(model), *IMAGES)) if num_dims < 3 or size < 64]
     shapes = [(SAMPLES, first.in_channels, *(size,) * num_dims) for size in sizes]
-    return [torch.randn(shape, generator=generator).to(device, _dtype(model)) for shape in shapes]
+    return [torch.randn(shape, generator=generator, device="cpu").to(device, _dtype(model)) for shape in shapes]
 
 
 def _sizes(model: nn.Module) -> list[int]:

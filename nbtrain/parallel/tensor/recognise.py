@@ -21,7 +21,9 @@ SMALLEST_VOCABULARY = 32
 """Rows below which an embedding isn't worth a collective."""
 
 
-def recognise(model: nn.Module, degree: int, probe: Probe, whole: Collection[str] = ()) -> TensorPlan:
+def recognise(
+    model: nn.Module, degree: int, probe: Probe, *, whole: Collection[str] = (), analysis: Analysis | None = None
+) -> TensorPlan:
     """Which layers of ``model`` are cut over ``degree`` ranks, and how.
 
     The same on all ranks whose models are the same.
@@ -29,8 +31,9 @@ def recognise(model: nn.Module, degree: int, probe: Probe, whole: Collection[str
     Args:
         probe: Arguments for one forward (`probe.probe_inputs`).
         whole: Modules that stay whole.
+        analysis: Of this model on this probe, if there is one already.
     """
-    analysis, refused = Analysis(model, probe), dict.fromkeys(whole, "tp_plan says so")
+    analysis, refused = analysis or Analysis(model, probe), dict.fromkeys(whole, "tp_plan says so")
     while True:
         plan = plan_for(Chosen(analysis, degree, refused=refused))
         try:
@@ -52,9 +55,9 @@ def _alike(model: nn.Module, plan: TensorPlan, refused: str) -> list[str]:
     ]
 
 
-def findings(model: nn.Module, degree: int, probe: Probe) -> list[str]:
+def findings(model: nn.Module, degree: int, probe: Probe, *, analysis: Analysis | None = None) -> list[str]:
     """What ``degree`` does not divide: numbers of heads and hidden sizes, each with the degrees that would do."""
-    return Chosen(Analysis(model, probe), degree).findings()
+    return Chosen(analysis or Analysis(model, probe), degree).findings()
 
 
 def plan_for(chosen: Chosen) -> TensorPlan:

@@ -44,14 +44,14 @@ def whole_sizes(peers: Peers, sums: bool = True) -> Iterator[None]:
         return
 
     def entering(x: torch.Tensor) -> torch.Tensor:
-        return enter(x, peers)
+        return enter(x, peers) if sums else x
 
     def random() -> AbstractContextManager[None]:
         return sharded(peers)
 
     _depth.marks += 1
     try:
-        with Marks(peers.degree, part=peers.rank, enter=entering if sums else None, random=random):
+        with Marks(peers.degree, part=peers.rank, enter=entering, random=random):
             yield
     finally:
         _depth.marks -= 1
