@@ -55,7 +55,8 @@ def test_figures_are_drawn(cells: list[Any]) -> None:
 
 def test_a_rank_grows_by_its_shards_only(cells: list[Any]) -> None:
     text = shown(cells, "def tower")
-    whole, quarter, meta, plain = (int(n) for n in re.findall(r"\d+", text.split("|")[-1]))
+    whole, quarter = (int(n) for n in re.findall(r"(\d+) MiB of weights, a quarter is (\d+)", text)[0])
+    meta, plain = (int(n) for n in re.findall(r"by (\d+) MiB with meta_init and by (\d+) MiB", text)[0])
     assert quarter <= meta < whole / 2
     assert plain > whole
 

@@ -81,8 +81,8 @@ def test_two_dimensions_give_one_devices_losses(cells: list[Any]) -> None:
 
 def test_what_cannot_be_right_is_an_error(cells: list[Any]) -> None:
     text = shown(cells, "attempts = {")
-    assert "ModelError: tp=4 does not divide heads=6" in text
-    assert "BatchError: tensor-parallel ranks 0, 1 compute one batch together" in text
+    assert "ModelError\n  tp=4 does not divide heads=6" in text
+    assert "tensor-parallel ranks 0, 1 compute one batch together" in text
     assert "did you mean 'blocks.*.mlp.up'?" in text
     assert "needs 'blocks.0.mlp.down': 'rowwise' as well" in text
 
