@@ -3,6 +3,7 @@
 # make test       the environment, then all tests
 # make check      style, types and layers
 # make benchmarks measures against the peers and rewrites the README's table
+# make parity     every model under every plan against one device, and rewrites the README's table
 # make faults     runs the fault matrix, and the same mistakes under peers, and rewrites the README's tables
 # make soak       200 random faults in one session
 
@@ -11,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
 NOTEBOOK ?= notebooks/00_quickstart.ipynb
 
-.PHONY: demo lab test check benchmarks faults soak clean
+.PHONY: demo lab test check benchmarks parity faults soak clean
 
 demo: .venv/lab
 	$(BIN)/python notebooks/show.py $(NOTEBOOK)
@@ -30,6 +31,9 @@ check: .venv/dev
 
 benchmarks: .venv/dev
 	$(BIN)/python tests/benchmarks/run.py
+
+parity: .venv/dev
+	$(BIN)/python -W ignore tests/parity_table.py
 
 faults: .venv/dev
 	$(BIN)/python tests/faults/run.py

@@ -123,9 +123,9 @@ def test_05_a_block_that_shares_a_parameter_with_another_is_left_to_the_root() -
 
     def on_rank() -> None:
         case = models.Case(Shared, models.CASES["gpt"].batch, models.token_mean)
-        parity._check(case, nt.Plan(), Run(), FP32)
+        parity.check_case(case, "", Run(), FP32)
         again = models.Case(Repeated, models.CASES["gpt"].batch, models.token_mean)
-        parity._check(again, nt.Plan(), Run(), FP32)
+        parity.check_case(again, "", Run(), FP32)
 
     class Repeated(models.GPT):
         """The same block at each depth, as in ALBERT."""
@@ -150,7 +150,7 @@ def test_05_an_in_place_sum_on_a_block_output_keeps_its_gradient() -> None:
     def on_rank() -> None:
         case = models.Case(InPlace, models.CASES["gpt"].batch, models.token_mean)
         for spec in SHARDED:
-            parity._check(case, nt.Plan.parse(spec), Run(), FP32)
+            parity.check_case(case, spec, Run(), FP32)
 
     run_ranks(on_rank, 2)
 

@@ -9,24 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from nbtrain.parallel import mesh as meshes
-from nbtrain.parallel.layout import layout_of
 from nbtrain.parallel.report import Row
-from nbtrain.parallel.state import full_gradients
 
 # Of the largest element of all tensors of a kind: where terms of that size cancel (the gradient of a bias before a
 # batch normalisation is 0), their rounding, magnified, is all there is.
 _FLOOR = 0.5
-
-
-def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The global gradients of the last step under the model's own names, on every rank. Collective."""
-    layout = layout_of(model)
-    if layout is None:
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-    return full_gradients(model, layout)
 
 
 def rows_of(

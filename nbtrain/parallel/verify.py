@@ -18,17 +18,18 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from nbtrain.errors import BatchError, UsageError
 from nbtrain.parallel import mesh as meshes
-from nbtrain.parallel.batch import Batch
+from nbtrain.parallel.batch import Batch, target_names
 from nbtrain.parallel.broadcast import broadcast_weights
 from nbtrain.parallel.causes import likely_cause
 from nbtrain.parallel.cell import plan_or_default, require_all_ranks
-from nbtrain.parallel.comparison import merged, rows_of, whole_gradients
+from nbtrain.parallel.comparison import merged, rows_of
 from nbtrain.parallel.deferred import Deferred
 from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.materialise import materialise_buffers, materialise_shards
 from nbtrain.parallel.optimizer import MakeOptimizer
 from nbtrain.parallel.precision import DTYPES
 from nbtrain.parallel.report import Report, Row
+from nbtrain.parallel.state import full_gradients
 from nbtrain.parallel.trainer import Trainer
 from nbtrain.parallel.traits import traits_of, without_dropout
 from nbtrain.plan import Plan
@@ -92,10 +93,19 @@ def verify(
     make = optimizer or (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
     planned, quiet = _build(make_model, seed + meshes.rank())
     loss_fn = loss_fn or _default_loss(planned, whole)
-    trainer = Trainer(planned, plan, optimizer=make, loss_fn=loss_fn, grad_clip=grad_clip, accumulate=accumulate)
+    options = {"grad_clip": grad_clip, "accumulate": accumulate, "probe": _inputs(whole, loss_fn)}
+    trainer = Trainer(planned, plan, optimizer=make, loss_fn=loss_fn, **options)
     single = _OneDevice.of(make_model, seed, make, loss_fn, trainer, grad_clip)
     rows = list(_compare(single, trainer, whole, steps, accumulate, tolerance or _RELATIVE.get(plan.precision, 1e-1)))
     return _report(merged(rows), trainer.plan, steps, single, quiet)
+
+
+def _inputs(batch: Batch, loss_fn: LossFn | None) -> Any:
+    """What the model's forward takes of ``batch``."""
+    if loss_fn is None:
+        return dict(batch.named) if batch.named else batch.positional
+    targets = target_names(loss_fn) if batch.named else ()
+    return {name: value for name, value in batch.named.items() if name not in targets} or batch.positional[0]
 
 
 @dataclass
@@ -168,7 +178,7 @@ def _compare(
         loss = float(trainer.step(*share.positional, **share.named))
         yield from rows_of("loss", step, {"": torch.tensor(expected)}, {"": torch.tensor(loss)}, allowed)
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
-        yield from rows_of("gradient", step, gradients, whole_gradients(trainer.model), allowed)
+        yield from rows_of("gradient", step, gradients, full_gradients(trainer.model, trainer._stepper.layout), allowed)
         before, after = single.model.state_dict(), trainer.state_dict()
         yield from rows_of("parameter", step, _only(before, list(parameters)), after, allowed)
         buffers = [name for name, _ in single.model.named_buffers() if name in before]

@@ -201,6 +201,6 @@ def test_a_model_that_differs_between_ranks_is_refused_on_all() -> None:
 
 def test_what_this_release_lacks_is_said_before_anything_is_done() -> None:
     net = nn.Linear(2, 2)
-    with pytest.raises(NotImplementedError, match="tp=2"):
-        nt.parallelize(net, nt.Plan(tp=2))
+    with pytest.raises(NotImplementedError, match="pp=2"):
+        nt.parallelize(net, nt.Plan(pp=2))
     assert layout_of(net) is None

@@ -172,6 +172,7 @@ def test_what_is_not_understood_stays_whole() -> None:
     assert cut(plan, "blocks.0") == FUSED
     assert "layer_norm in 'blocks.0.mlp.norm' mixes its output features" in plan.whole["blocks.0.mlp.up"]
     assert plan.whole["blocks.0.norm1"] == "a norm"
+    assert recognised(MODELS["ViT"]()).whole["head"] == "its output is the model's"
     convolutions = recognised(ConvNet())
     assert convolutions.layers == {}
     assert convolutions.whole["stem.0"] == "a convolution"

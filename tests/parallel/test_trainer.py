@@ -271,7 +271,7 @@ def test_a_frozen_base_stays_frozen() -> None:
     def on_rank() -> None:
         case = models.Case(Adapted, models.CASES["mlp"].batch, F.mse_loss)
         for spec in ("zero=0", "zero=2", "zero=3"):
-            parity._check(case, nt.Plan.parse(spec), parity.Run(accumulate=2, grad_clip=0.5), parity.FP32)
+            parity.check_case(case, spec, parity.Run(accumulate=2, grad_clip=0.5), parity.FP32)
 
     run_ranks(on_rank, 2)
 

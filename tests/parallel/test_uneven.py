@@ -90,7 +90,7 @@ def check(name: str, spec: str, lengths: tuple[int, ...] = LENGTHS, **options: A
             loss = trainer.step(*batch)
             parity._compare(f"loss {step}", value / weight, loss, tolerance)
             parity.show_gradients(trainer)
-            parity._compare_gradients(plain, trainer.model, step, tolerance)
+            parity._compare_gradients(plain, trainer, step, tolerance)
             optimizer.step()
     parity._compare_states(dict(plain.state_dict()), trainer.state_dict(), tolerance)
     plain.eval()

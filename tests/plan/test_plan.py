@@ -198,7 +198,6 @@ def test_replicas_are_counted_by_either_degree() -> None:
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
-        (Plan(tp=2), "tp=2"),
         (Plan(pp=2), "pp=2"),
         (Plan(zero=0, algorithm="qadam"), "algorithm='qadam'"),
         (Plan(hierarchical=True), "hierarchical=True"),

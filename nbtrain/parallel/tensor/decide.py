@@ -14,6 +14,7 @@ from nbtrain.errors import ModelError
 from nbtrain.parallel.blocks import repeated_blocks
 from nbtrain.parallel.tensor.cuts import TensorPlan
 from nbtrain.parallel.tensor.describe import describe
+from nbtrain.parallel.tensor.joints import Analysis
 from nbtrain.parallel.tensor.probe import probe_inputs
 from nbtrain.parallel.tensor.recognise import findings, recognise
 from nbtrain.parallel.tensor.stated import from_patterns
@@ -41,17 +42,13 @@ def decide(
     twin = twin_of(model, device)
     patterns = plan.tp_plan if isinstance(plan.tp_plan, Mapping) else None
     call = as_call(probe, device) if probe is not None else probe_inputs(twin, device)
-    if patterns is None and call is not None and (problems := findings(twin, plan.tp, call)):
-        raise ModelError("\n".join(problems))
-    chosen = _chosen(twin, plan, patterns, call)
+    chosen = _recognised(twin, plan, call) if patterns is None else from_patterns(twin, plan.tp, patterns, call)
     if plan.sequence_parallel:
         chosen = replace(chosen, trunk=tuple(_trunk(model)))
     calls = {} if call is None else recorded(twin, chosen, call)
     wrong = refuted(model, chosen, calls, peers)
     if wrong and (patterns is not None or chosen.trunk):
-        told = "; ".join(f"'{name}': {why}" for name, why in wrong.items())
-        cure = "type sequence_parallel=False" if chosen.trunk else "leave these layers out of tp_plan"
-        raise ModelError(f"the plan would give other numbers than one device: {told}; {cure}")
+        raise ModelError(_told(wrong, "type sequence_parallel=False" if chosen.trunk else "leave it out of tp_plan"))
     chosen = without(chosen, wrong)
     if not chosen.layers:
         raise ModelError(_nothing(model, plan, chosen, call))
@@ -71,15 +68,29 @@ def as_call(probe: Any, device: torch.device) -> Call:
     return tuple(map(there, probe if isinstance(probe, tuple | list) else (probe,))), {}
 
 
-def _chosen(model: nn.Module, plan: Plan, patterns: Mapping[str, str] | None, call: Call | None) -> TensorPlan:
-    if patterns is not None:
-        return from_patterns(model, plan.tp, patterns, call)
+def _told(wrong: Mapping[str, str], cure: str) -> str:
+    """Modules that are wrong in one way are told once."""
+    alike: dict[str, list[str]] = {}
+    for name, why in wrong.items():
+        alike.setdefault(why, []).append(name)
+    lines = [
+        f"'{names[0]}'{f' and {len(names) - 1} like it' if len(names) > 1 else ''} would not compute what one device "
+        f"does: {why}{'' if cure in why else f'; {cure}'}"
+        for why, names in alike.items()
+    ]
+    return "\n".join(lines)
+
+
+def _recognised(model: nn.Module, plan: Plan, call: Call | None) -> TensorPlan:
     if call is None:
         raise ModelError(
             f"no inputs could be made up that {type(model).__name__}'s forward takes, and tp={plan.tp} is found in a "
             "forward on a tiny batch; give one: nt.Trainer(..., probe=inputs) or nt.parallelize(..., probe=inputs)"
         )
-    return recognise(model, plan.tp, call)
+    analysis = Analysis(model, call)
+    if problems := findings(model, plan.tp, call, analysis=analysis):
+        raise ModelError("\n".join(problems))
+    return recognise(model, plan.tp, call, analysis=analysis)
 
 
 def _trunk(model: nn.Module) -> list[str]:

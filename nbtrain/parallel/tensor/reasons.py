@@ -74,11 +74,11 @@ def _matrix(analysis: Analysis, name: str) -> str:
         if unreached and joint.columns:
             return f"beside it, the probe did not call {', '.join(map(repr, unreached[:3]))}"
     incoming, output = analysis.inputs(name), analysis.outputs(name)
-    if (
-        _mixed(incoming)
-        and (incoming > 0).all()
-        and any(name in joint.rows and joint.columns for joint in analysis.joints)
-    ):
+    own = set(analysis.layers.outputs[name].tolist())
+    if any(touch.op == "output" and touch.node in own for touch in analysis.record.touches):
+        return "its output is the model's"
+    fed = any(name in joint.rows and joint.columns for joint in analysis.joints)
+    if fed and _mixed(incoming) and (incoming > 0).all():
         return _event(analysis, incoming, "its input features are mixed", "input")
     if (output == 0).any():
         return _event(analysis, output, "its output is wanted whole", "output")

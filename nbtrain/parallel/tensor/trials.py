@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from nbtrain.errors import NbtrainError
 from nbtrain.parallel.tensor.apply import lay_out
 from nbtrain.parallel.tensor.cuts import Layer, Region, TensorPlan
 from nbtrain.parallel.tensor.parts import take_part
@@ -151,7 +152,9 @@ def _problem(model: nn.Module, trial: Trial, call: Call, group: dist.ProcessGrou
         lay_out(cut, trial.plan, group, rank=part)
         got = _run(cut["it"], call)
     except Exception as problem:  # the user's code runs here, on parts
-        return f"its code cannot run on a part ({type(problem).__name__}: {str(problem).splitlines()[0]})"
+        told = str(problem).replace("'it'", f"'{trial.name}'").replace("'it.", f"'{trial.name}.")
+        kind = "" if isinstance(problem, NbtrainError) else f"{type(problem).__name__}: "
+        return f"its code cannot run on a part ({kind}{told.splitlines()[0]})"
     for what, right, found in _pairs(expected, got):
         if error := _error(right, found):
             return f"its {what} would be off by {error:.2g}"
