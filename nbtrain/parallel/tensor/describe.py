@@ -23,7 +23,8 @@ def describe(plan: TensorPlan, model: nn.Module) -> str:
     """
     cut, total = _counted(plan, model)
     head = f"tensor parallelism over {plan.degree} ranks: {100 * cut // max(total, 1)}% of the parameters are cut"
-    layers = _folded((name, f"{layer.style:<9} {_sizes(layer)}".rstrip()) for name, layer in plan.layers.items())
+    width = max((len(layer.style) for layer in plan.layers.values()), default=0)
+    layers = _folded((name, f"{layer.style:<{width}}  {_sizes(layer)}".rstrip()) for name, layer in plan.layers.items())
     whole = _folded(plan.whole.items())
     lines = [head, *_table(layers)]
     if whole:
