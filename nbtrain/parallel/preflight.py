@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from nbtrain.errors import ModelError
 from nbtrain.parallel.deferred import changed_since, is_deferred
+from nbtrain.parallel.tensor.peers import TensorGrouped
 from nbtrain.plan import Plan
 
 _CURE = "`with nt.meta_init(): model = ...`"
@@ -47,6 +48,9 @@ def check_same_on_ranks(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _findings(model: nn.Module, plan: Plan) -> Iterator[str]:
+    if any(isinstance(module, TensorGrouped) for module in model.modules()):
+        yield f"{type(model).__name__} is a copy of a model that was cut over tensor-parallel ranks; build it again"
+        return
     parameters = list(model.named_parameters())
     if not parameters:
         yield f"{type(model).__name__} has no parameters; give a model that has some"
