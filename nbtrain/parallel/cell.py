@@ -6,7 +6,7 @@ Outside a session nothing is told: then all ranks are there, and there is no pla
 from __future__ import annotations
 
 from nbtrain.errors import UsageError
-from nbtrain.parallel.mesh import world_size
+from nbtrain.parallel.mesh import rank, world_size
 from nbtrain.plan import Plan
 
 
@@ -18,6 +18,12 @@ class _Told:
 def tell_ranks(ranks: tuple[int, ...] | None) -> None:
     """The ranks that run the cell; None where that is not known."""
     _Told.ranks = ranks
+
+
+def say(text: str) -> None:
+    """Prints what all ranks say alike: a session shows it once, without one only rank 0 prints."""
+    if _Told.ranks is not None or rank() == 0:
+        print(text)
 
 
 def tell_plan(plan: Plan) -> None:

@@ -205,6 +205,18 @@ def replicas(plan: Plan, of_rank: int, *, optimizer: bool = False) -> list[int]:
     return [int(rank) for rank in alike]
 
 
+def data_peers(plan: Plan, of_rank: int) -> list[int]:
+    """The data-parallel ranks that hold the same part of each layer as ``of_rank``, itself among them, in their order.
+
+    Args:
+        plan: Resolved.
+        of_rank: In ``range(plan.world_size)``.
+    """
+    ranks = torch.arange(math.prod(plan.degrees.values())).view(plan.pp, plan.dp, plan.tp)
+    pp, _, tp = (int(index) for index in (ranks == of_rank).nonzero()[0])
+    return [int(rank) for rank in ranks[pp, :, tp]]
+
+
 def data_coordinate(plan: Plan, of_rank: int) -> int:
     """Which share of a global batch a rank takes, in ``range(plan.dp)``; peers along pp and tp take the same.
 

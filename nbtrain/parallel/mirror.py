@@ -60,7 +60,7 @@ class Mirror:
 
     def holder_of(self, rank: int) -> int:
         """The rank that holds the mirror of ``rank``."""
-        ranks = dist.get_process_group_ranks(self._group)
+        ranks = mesh.data_peers(self._layout.plan, rank)
         return ranks[(ranks.index(rank) + 1) % len(ranks)]
 
     def exchange(self, step: int, before: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Every model of the zoo under every plan, each pair with one of the options: one device's numbers, or a known error."""
+"""Every model of the zoo under every plan, each pair with one of the options: one device's numbers or a known error."""
 
 from __future__ import annotations
 

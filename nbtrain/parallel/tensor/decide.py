@@ -12,6 +12,7 @@ from torch import nn
 
 from nbtrain.errors import ModelError
 from nbtrain.parallel.blocks import repeated_blocks
+from nbtrain.parallel.cell import say
 from nbtrain.parallel.tensor.cuts import TensorPlan
 from nbtrain.parallel.tensor.describe import describe
 from nbtrain.parallel.tensor.joints import Analysis
@@ -26,7 +27,7 @@ from nbtrain.plan import Plan
 def decide(
     model: nn.Module, plan: Plan, peers: dist.ProcessGroup, device: torch.device, probe: Any = None
 ) -> TensorPlan:
-    """The tensor-parallel plan of ``model``. Collective over peers; the first of all ranks prints it.
+    """The tensor-parallel plan of ``model``. Collective over peers; it is printed.
 
     Args:
         model: Whole, with the same weights on every peer, or on the meta device.
@@ -52,8 +53,7 @@ def decide(
     chosen = without(chosen, wrong)
     if not chosen.layers:
         raise ModelError(_nothing(model, plan, chosen, call))
-    if dist.get_rank() == 0:
-        print(describe(chosen, model))
+    say(describe(chosen, model))
     return chosen
 
 
