@@ -103,7 +103,7 @@ class _Rank:
 class Merger:
     """Merges the output of ``ranks``."""
 
-    def __init__(self, ranks: Sequence[int], hold_s: float = 0.3) -> None:
+    def __init__(self, ranks: Sequence[int], hold_s: float = 0.8) -> None:
         self.ranks = {rank: _Rank() for rank in ranks}
         self.hold_s = hold_s
 
@@ -164,7 +164,7 @@ class Merger:
     def _release_partial_lines(self, now: float, final: bool) -> None:
         """Show an unfinished line (``print(..., end="")``) that has stood for a while."""
         for state in self.ranks.values():
-            stale = final or now - state.partial_since >= 5 * self.hold_s
+            stale = final or now - state.partial_since >= 2 * self.hold_s
             if stale and any(state.partial.values()) and (final or not state.bars):
                 self._end_lines(state, now)
 
@@ -189,7 +189,7 @@ class Merger:
             return False
         first, token = min((self.ranks[rank].queue[0] for rank in group), key=lambda entry: entry[0])
         # A figure takes each rank its own time to draw, and two of one are worse than one that comes late.
-        return now - first >= (5 * self.hold_s if isinstance(token, Rich) else self.hold_s)
+        return now - first >= (2 * self.hold_s if isinstance(token, Rich) else self.hold_s)
 
     def _bar_goes_on(self, token: Token) -> bool:
         """Whether a finished bar still runs on another rank, so that the slowest can be shown for all."""

@@ -5,6 +5,8 @@ Outside a session nothing is told: then all ranks are there, and there is no pla
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from nbtrain.errors import UsageError
 from nbtrain.parallel.mesh import rank, world_size
 from nbtrain.plan import Plan
@@ -13,6 +15,7 @@ from nbtrain.plan import Plan
 class _Told:
     ranks: tuple[int, ...] | None = None
     plan: Plan | None = None
+    said: ClassVar[set[str]] = set()
 
 
 def tell_ranks(ranks: tuple[int, ...] | None) -> None:
@@ -21,9 +24,10 @@ def tell_ranks(ranks: tuple[int, ...] | None) -> None:
 
 
 def say(text: str) -> None:
-    """Prints what all ranks say alike: a session shows it once, without one only rank 0 prints."""
-    if _Told.ranks is not None or rank() == 0:
+    """Prints what all ranks say alike, the first time: a session shows it once, without one only rank 0 prints."""
+    if text not in _Told.said and (_Told.ranks is not None or rank() == 0):
         print(text)
+    _Told.said.add(text)
 
 
 def tell_plan(plan: Plan) -> None:

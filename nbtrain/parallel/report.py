@@ -116,7 +116,7 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        colour = "#1a7f37" if self.ok else "#cf222e"
+        colour = "var(--jp-success-color1, #1a7f37)" if self.ok else "var(--jp-error-color1, #cf222e)"
         head, *body = (
             "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in line) for line in self._table
         )

@@ -194,6 +194,7 @@ class Trainer:
                 num_parameters=held["num_parameters"], root_parameters=shard.num_root_parameters(self.model)
             ),
             holdings_text(held),
+            *([] if (tensor := self._stepper.layout.tensor) is None else [tensor.told]),
             *bucket_text(self.model),
         ]
         return "\n".join(lines)

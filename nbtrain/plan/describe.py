@@ -60,7 +60,7 @@ def _placement(plan: Plan, stage: int) -> str:
 def _traffic(plan: Plan) -> str:
     name = "  moved each step  "
     if plan.dp_shard == 1 and plan.dp_replicate == 1:
-        return f"{name}nothing"
+        return f"{name}nothing between data-parallel ranks"
     if plan.zero == 0 or plan.dp_shard == 1:
         return f"{name}an all-reduce of the gradients (2P elements)"
     if plan.zero == 1:
@@ -124,13 +124,15 @@ def _amounts(plan: Plan, num_parameters: int, root_parameters: int) -> list[str]
     during = f" (+ {format_bytes(gathered)} gathered in a step)" if gathered else ""
     return [
         f"  a rank holds     {' + '.join(parts)} = {format_bytes(states.total_bytes)}{during}",
-        f"  a rank sends     {_sent(bytes_moved(plan, num_parameters, root_parameters))}",
+        f"  a rank sends     {_sent(plan, bytes_moved(plan, num_parameters, root_parameters))}",
     ]
 
 
-def _sent(moved: dict[str, float]) -> str:
+def _sent(plan: Plan, moved: dict[str, float]) -> str:
     """``3.0 MiB a step: 2.0 MiB in all-gather, 1.0 MiB in reduce-scatter``."""
+    besides = "activations" if plan.tp > 1 else ""
     if not moved:
-        return "nothing"
+        return besides or "nothing"
     parts = [f"{format_bytes(num_bytes)} in {name}" for name, num_bytes in moved.items()]
-    return f"{format_bytes(sum(moved.values()))} a step: {', '.join(parts)}"
+    total = f"{format_bytes(sum(moved.values()))} a step: {', '.join(parts)}"
+    return f"{total}; and {besides}" if besides else total

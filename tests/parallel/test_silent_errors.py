@@ -123,7 +123,7 @@ def test_12_the_norm_of_a_part_is_not_the_norm() -> None:
         models.token_mean(torchs(ids), targets).backward()
         parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in torchs.parameters()]
         assert abs(torch.nn.utils.get_total_norm(parts).item() - norm) > 1e-3
-        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             torch.nn.utils.clip_grad_norm_(torchs.parameters(), 0.1)
 
         options = {"optimizer": sgd, "loss_fn": models.token_mean, "grad_clip": 0.1}

@@ -87,6 +87,7 @@ class TensorPlan:
         whole: Names of modules with parameters that stay whole, and why, for people.
         trunk: With sequence parallelism: names of the repeated blocks, in order, between whose layers activations are
             cut along the sequence; empty without.
+        told: All of it as a table for people.
     """
 
     degree: int
@@ -95,6 +96,7 @@ class TensorPlan:
     partial: tuple[str, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
     trunk: tuple[str, ...] = ()
+    told: str = ""
 
     @functools.cached_property
     def parameters(self) -> dict[str, Cut]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -53,7 +54,8 @@ def decide(
     chosen = without(chosen, wrong)
     if not chosen.layers:
         raise ModelError(_nothing(model, plan, chosen, call))
-    say(describe(chosen, model))
+    chosen = replace(chosen, told=describe(chosen, model))
+    say(chosen.told)
     return chosen
 
 
@@ -81,6 +83,14 @@ def _told(wrong: Mapping[str, str], cure: str) -> str:
     return "\n".join(lines)
 
 
+def _folded(problems: list[str]) -> list[str]:
+    """One for each kind: a stack of blocks has each of them many times."""
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(re.sub(r"(?<=\.)\d+(?=[.'])", "*", problem), []).append(problem)
+    return [f"{first} (and {len(more)} like it)" if more else first for first, *more in kinds.values()]
+
+
 def _recognised(model: nn.Module, plan: Plan, call: Call | None) -> TensorPlan:
     if call is None:
         raise ModelError(
@@ -89,7 +99,7 @@ def _recognised(model: nn.Module, plan: Plan, call: Call | None) -> TensorPlan:
         )
     analysis = Analysis(model, call)
     if problems := findings(model, plan.tp, call, analysis=analysis):
-        raise ModelError("\n".join(problems))
+        raise ModelError("\n".join(_folded(problems)))
     return recognise(model, plan.tp, call, analysis=analysis)
 
 
