@@ -120,9 +120,15 @@ class Layout:
         """How tensor-parallel peers cut parameters, by name; empty without tp."""
         return {} if self.tensor is None else self.tensor.parameters
 
-    def names(self, model: nn.Module) -> dict[int, str]:
-        """The name of each tensor that an optimizer of ``model`` may hold, by id."""
-        held = self.result.named_pieces() if isinstance(self.result, ShardedUpdate) else model.named_parameters()
+    def names(self, model: nn.Module, *, dealt: bool = True) -> dict[int, str]:
+        """The name of each tensor that an optimizer of ``model`` may hold, by id.
+
+        Args:
+            model: Laid out.
+            dealt: Whether it holds pieces, where ``zero=1`` deals them out.
+        """
+        pieces = self.result.named_pieces() if dealt and isinstance(self.result, ShardedUpdate) else None
+        held = model.named_parameters() if pieces is None else pieces
         return {id(parameter): name for name, parameter in held}
 
     def rebind(self) -> None:

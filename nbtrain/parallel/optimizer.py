@@ -36,6 +36,11 @@ ELEMENTWISE = (
 _CURE = "pass optimizer=lambda params: torch.optim.AdamW(params, ...), which is called after sharding"
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it treats each element by itself: by what is known of torch's, or by its class's word."""
+    return type(optimizer) in ELEMENTWISE or bool(getattr(type(optimizer), "elementwise", False))
+
+
 def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: Layout) -> Optimizer:
     """The optimizer of ``model``'s parameters.
 
@@ -57,6 +62,12 @@ def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: La
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptimizerError(
             "LBFGS evaluates the loss several times a step, which a Trainer does not; choose e.g. AdamW"
+        )
+    if layout.peers is not None and not is_elementwise(optimizer):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} would step on a rank's parts of parameters, as if they were whole: with tp an "
+            "optimizer must treat each element by itself, e.g. AdamW; one of your own says so by the class attribute "
+            "elementwise = True"
         )
     _repoint(optimizer, model, layout)
     if isinstance(model, ShardedUpdate):

@@ -1,9 +1,9 @@
 """A training loop of one's own around a tensor-parallel model: what a `Trainer` does for one, done on the way.
 
-Torch's own functions see a rank's parts and don't know it: the norm of a part is not the norm, and a whole parameter
-that acts on cut activations has a part of its gradient on each peer. So `torch.nn.utils.clip_grad_norm_` and the step
-of any optimizer are watched: where they get parameters of such a model, its partial gradients are summed first, once
-after each backward, and the norm is taken over all ranks.
+Torch's own functions see a rank's parts and don't know it. The norm of a part is not the norm: what
+``torch.nn.utils.clip_grad_norm_`` asks for its norm is replaced. A whole parameter that acts on cut activations has a
+part of its gradient on each peer: it is summed in backward. An optimizer that does more than treat each element by
+itself would do it to parts: its step raises.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from nbtrain.errors import GradientError, UsageError
-from nbtrain.parallel import gradients
+from nbtrain.errors import GradientError, OptimizerError, UsageError
 from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.optimizer import is_elementwise
 from nbtrain.parallel.spread import Spread
+from nbtrain.parallel.usage import sharded_records
 
 _ATTRIBUTE = "_nbtrain_loop"
+_loops: weakref.WeakSet[OwnLoop] = weakref.WeakSet()
 
 
 class OwnLoop:
-    """Of one model. A `Trainer` that takes the model over does the same by itself.
+    """Of one model. A `Trainer` that takes the model over does the same by itself, in fewer messages.
 
     Args:
         model: Laid out, with tp.
@@ -36,36 +39,74 @@ class OwnLoop:
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._layout = layout
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._spread = Spread(model, layout, self._parameters)
-        self._summed = True
+        self.layout = layout
         self.taken_over = False
-        model.register_forward_pre_hook(self._begin)
-        for parameter in self._parameters:
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._spread = Spread(model, layout, list(self._parameters.values()), dealt=False)
+        self._waiting = self._hook_partial(model)
+        if self._waiting:
+            model.register_forward_hook(self._hook_gathered)
+        for parameter in self._parameters.values():
             # weak: a parameter that held its model would only be freed by the garbage collector
             setattr(parameter, _ATTRIBUTE, weakref.ref(self))
+        _loops.add(self)
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
-        self._summed = False
+    def _hook_partial(self, model: nn.Module) -> list[Any]:
+        """FSDP's records of partial parameters, whose gathered form does not exist yet; others get their hooks."""
+        partial = {id(parameter) for parameter in self._spread.partial}
+        records = [record for record in sharded_records(model) if id(record.sharded_param) in partial]
+        gathered = {id(record.sharded_param) for record in records}
+        for parameter in self._spread.partial:
+            if id(parameter) not in gathered:
+                parameter.register_hook(self._summed)  # type: ignore[no-untyped-call]
+        return records
 
-    def sum_partial(self) -> None:
-        """Once after each backward. Collective over tensor-parallel peers."""
-        if not (self._summed or self.taken_over):
-            self._spread.sum_partial()
-        self._summed = True
+    def _hook_gathered(self, model: nn.Module, args: Any, output: Any) -> None:
+        for record in list(self._waiting):
+            if hasattr(record, "_unsharded_param"):
+                record._unsharded_param.register_hook(self._summed)
+                self._waiting.remove(record)
 
-    def clip(self, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """As torch's, by the norm over all ranks: 0-d, float32. Collective."""
-        self.sum_partial()
-        total = torch.as_tensor(self._spread.square_sum(), dtype=torch.float64)
-        total = total.to(self._parameters[0].device)
-        dist.all_reduce(total, group=self._layout.everyone)
+    def _summed(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """In backward, before it is added to what was there. Collective over tensor-parallel peers."""
+        if self.taken_over:
+            return None
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=self.layout.peers)
+        return total
+
+    def norm_of(self, gradients: set[int], error_if_nonfinite: bool) -> torch.Tensor:
+        """The 2-norm over all ranks of those gradients whose ids are given: 0-d, float32. Collective."""
+        chosen = [parameter for parameter in self._parameters.values() if id(parameter.grad) in gradients]
+        total = torch.as_tensor(self._spread.square_sum(chosen), dtype=torch.float64)
+        total = total.to(next(iter(self._parameters.values())).device)
+        dist.all_reduce(total, group=self.layout.everyone)
         norm = math.sqrt(total.item())
         if error_if_nonfinite and not math.isfinite(norm):
             raise GradientError(f"the gradient norm is {norm}; look at the batch, or lower the learning rate")
-        gradients.scale(self._parameters, gradients.clip_factor(norm, max_norm))
-        return torch.tensor(norm, device=total.device)
+        return total.sqrt().float()
+
+    def gradients(self) -> set[int]:
+        """Ids."""
+        return {id(parameter.grad) for parameter in self._parameters.values() if parameter.grad is not None}
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Before a step of the user's own.
+
+        Raises:
+            OptimizerError: It does more than treat each element by itself.
+            UsageError: fp16, whose scaler would judge by a part of the gradients.
+        """
+        if self.taken_over:
+            return
+        if not is_elementwise(optimizer):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} would step on a rank's parts of parameters, as if they were whole: with "
+                "tp an optimizer must treat each element by itself, e.g. AdamW; one of your own says so by the class "
+                "attribute elementwise = True"
+            )
+        if self.layout.plan.precision == "fp16":
+            raise UsageError("fp16 with tp needs a Trainer: a GradScaler of your own sees a part of the gradients only")
 
 
 def watch(model: nn.Module, layout: Layout) -> OwnLoop:
@@ -76,46 +117,36 @@ def watch(model: nn.Module, layout: Layout) -> OwnLoop:
 
 @functools.cache
 def _patch() -> None:
-    """Once a process."""
+    """Once a process. What notebooks have imported from torch before looks this up when it is called."""
     register_optimizer_step_pre_hook(_before_step)
-    torchs = torch.nn.utils.clip_grad_norm_
+    torchs = clip_grad._get_total_norm
 
     @functools.wraps(torchs)
-    def clip_grad_norm_(
-        parameters: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        *rest: Any,
-        **more: Any,
+    def get_total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *rest: Any, **more: Any
     ) -> torch.Tensor:
-        held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        loops = _loops(held)
+        held = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        ids = {id(tensor) for tensor in held}
+        loops = [loop for loop in _loops if ids & loop.gradients()]
         if not loops:
-            return torchs(held, max_norm, norm_type, error_if_nonfinite, *rest, **more)
-        _require_one_whole_model(loops, held, norm_type)
-        return loops[0].clip(max_norm, error_if_nonfinite)
+            return torchs(held, norm_type, error_if_nonfinite, *rest, **more)
+        if len(loops) > 1 or not ids <= loops[0].gradients() or norm_type != 2:
+            raise UsageError(
+                "the norm of a tensor-parallel model's gradients is that of one model's parameters, and the 2-norm, "
+                "since ranks hold parts of them; type torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+            )
+        return loops[0].norm_of(ids, error_if_nonfinite)
 
-    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    clip_grad._get_total_norm = get_total_norm
+    torch.nn.utils.get_total_norm = get_total_norm
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for loop in _loops(parameter for group in optimizer.param_groups for parameter in group["params"]):
-        loop.sum_partial()
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for loop in _owners(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        loop.check(optimizer)
 
 
-def _loops(parameters: Iterable[torch.Tensor]) -> list[OwnLoop]:
+def _owners(parameters: Iterable[torch.Tensor]) -> list[OwnLoop]:
     """Of the tensor-parallel models that ``parameters`` are of, in their order."""
     found = (getattr(parameter, _ATTRIBUTE, lambda: None)() for parameter in parameters)
     return list(dict.fromkeys(loop for loop in found if loop is not None))
-
-
-def _require_one_whole_model(loops: list[OwnLoop], held: list[torch.Tensor], norm_type: float) -> None:
-    with_gradient = {id(parameter) for parameter in loops[0]._parameters if parameter.grad is not None}
-    given = {id(parameter) for parameter in held if parameter.grad is not None}
-    if len(loops) > 1 or given != with_gradient or norm_type != 2:
-        raise UsageError(
-            "clip_grad_norm_ of a tensor-parallel model needs all of its parameters and the 2-norm, since ranks hold "
-            "parts of them; type torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) or "
-            "Trainer(..., grad_clip=max_norm)"
-        )

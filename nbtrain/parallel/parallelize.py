@@ -86,6 +86,8 @@ def parallelize(
         raise PlanError(f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})")
     plan.require_supported()
     check_backend(compile)
+    if compile and plan.tp > 1:
+        raise PlanError(f"compile={compile!r}: torch cannot compile layers that are cut (tp={plan.tp}); leave it away")
     plan = plan.resolve(meshes.world_size() if mesh is None else mesh.size())
     options = _ddp_options(ddp, plan)
     if (layout := layout_of(model)) is not None:

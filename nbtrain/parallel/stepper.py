@@ -37,6 +37,7 @@ from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.scaler import Scaling
 from nbtrain.parallel.snapshot import Snapshot
 from nbtrain.parallel.spread import Spread
+from nbtrain.parallel.tensor.reading import reading_wholes
 from nbtrain.parallel.totals import Tally
 from nbtrain.parallel.uneven import StandIn, joined_backward
 from nbtrain.parallel.update import JOIN_CURE, ShardedUpdate
@@ -216,19 +217,26 @@ class Stepper:
 
     def _backward(self, chunks: Sequence[Batch]) -> Tally:
         """Leaves the gradients of the global sum over the divisor; the true weight is known only afterwards."""
-        tally = Tally(self.device)
+        tally, loss_fn = Tally(self.device), self.watched_loss
         for index, chunk in enumerate(chunks):
             with self._reduction(last=index == len(chunks) - 1):
                 if chunk.num_samples == 0 and self.layout.group is not None:
-                    joined_backward(self.model, self.loss_fn, self._stand_in.of(chunk), self.layout.usage)
+                    joined_backward(self.model, loss_fn, self._stand_in.of(chunk), self.layout.usage)
                     continue
-                loss = compute_loss(self.model, self.loss_fn, chunk)
+                loss = compute_loss(self.model, loss_fn, chunk)
                 if self.layout.usage is not None:
                     self.layout.usage.watch()
                 # DDP and FSDP take the mean over ranks
                 loss.over(self._divisor / self.layout.dp).backward()  # type: ignore[no-untyped-call]
             tally.add(loss)
         return tally
+
+    @property
+    def watched_loss(self) -> LossFn | None:
+        """The loss function; with tp it raises where it reads what this rank has a part of."""
+        if self.layout.tensor is None:
+            return self.loss_fn
+        return reading_wholes(self.loss_fn, self.model, {*self.layout.cuts, *self._spread.partial_names})
 
     def _reduction(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         # FSDP reduces with every chunk: gradients that wait for the last one would be whole ones

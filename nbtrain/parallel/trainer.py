@@ -154,7 +154,7 @@ class Trainer:
         require_all_ranks("Trainer.evaluate")
         stepper = self._stepper
         stepper.require_whole()
-        return self._scalar(evaluate(self.model, stepper.loss_fn, batches, stepper.layout, self._device))
+        return self._scalar(evaluate(self.model, stepper.watched_loss, batches, stepper.layout, self._device))
 
     def state_dict(self) -> dict[str, Any]:
         """The whole model under its own names: copies on the CPU, on every rank, tied entries one object.

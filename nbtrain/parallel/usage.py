@@ -65,7 +65,7 @@ class ShardUsage(Usage):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        records = list(_records(model))
+        records = list(sharded_records(model))
         super().__init__([record.sharded_param for record in records])
         self._waiting = dict(enumerate(records))
 
@@ -82,11 +82,11 @@ class ShardUsage(Usage):
 
 def leaves(model: nn.Module) -> list[torch.Tensor]:
     """What trains, as backward meets it: behind a forward, FSDP's gathered parameters."""
-    gathered = [record._unsharded_param for record in _records(model) if hasattr(record, "_unsharded_param")]
+    gathered = [record._unsharded_param for record in sharded_records(model) if hasattr(record, "_unsharded_param")]
     return gathered or [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _records(model: nn.Module) -> Iterator[Any]:
+def sharded_records(model: nn.Module) -> Iterator[Any]:
     """FSDP's own record of each trained parameter."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

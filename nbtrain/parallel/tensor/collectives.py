@@ -61,7 +61,7 @@ def _shared(x: torch.Tensor, peers: Peers, make: Callable[[], torch.Tensor]) -> 
 
 
 def leave(x: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """The sum of all peers' ``x``, which is overwritten: give what nobody else holds."""
+    """The sum of all peers' ``x``; a new tensor, since selective recomputation keeps ``x`` to use it again."""
     return _applied(_Leave, x, peers)
 
 
@@ -144,11 +144,7 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
-        if not x.is_contiguous():
-            return all_reduced(x, peers)
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=peers.group)
-        return x
+        return all_reduced(x, peers)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -14,13 +14,13 @@ from torch import nn
 from nbtrain.errors import ModelError
 from nbtrain.parallel.blocks import repeated_blocks
 from nbtrain.parallel.cell import say
-from nbtrain.parallel.tensor.cuts import TensorPlan
+from nbtrain.parallel.tensor.cuts import Region, TensorPlan
 from nbtrain.parallel.tensor.describe import describe
 from nbtrain.parallel.tensor.joints import Analysis
 from nbtrain.parallel.tensor.probe import probe_inputs
 from nbtrain.parallel.tensor.recognise import findings, recognise
 from nbtrain.parallel.tensor.stated import from_patterns
-from nbtrain.parallel.tensor.trials import Call, recorded, refuted, without
+from nbtrain.parallel.tensor.trials import Call, attempts, refuted, without
 from nbtrain.parallel.tensor.twin import twin_of
 from nbtrain.plan import Plan
 
@@ -41,14 +41,19 @@ def decide(
         ModelError: Sizes that tp does not divide, patterns that fit nothing, layers that would compute something else,
             or a model of which nothing can be cut; all findings in one message.
     """
+    if hooked := _hooked(model):
+        raise ModelError(
+            f"{', '.join(hooked[:5])} has a hook on gradients, which would see a rank's part of them; remove it, or make "
+            "the Trainer with tp=1"
+        )
     twin = twin_of(model, device)
     patterns = plan.tp_plan if isinstance(plan.tp_plan, Mapping) else None
     call = as_call(probe, device) if probe is not None else probe_inputs(twin, device)
     chosen = _recognised(twin, plan, call) if patterns is None else from_patterns(twin, plan.tp, patterns, call)
     if plan.sequence_parallel:
         chosen = replace(chosen, trunk=tuple(_trunk(model)))
-    calls = {} if call is None else recorded(twin, chosen, call)
-    wrong = refuted(model, chosen, calls, peers)
+    chosen = replace(chosen, regions=_watched(chosen))
+    wrong = {} if call is None else refuted(attempts(model, twin, chosen, call), peers)
     if wrong and (patterns is not None or chosen.trunk):
         raise ModelError(_told(wrong, "type sequence_parallel=False" if chosen.trunk else "leave it out of tp_plan"))
     chosen = without(chosen, wrong)
@@ -57,6 +62,14 @@ def decide(
     chosen = replace(chosen, told=describe(chosen, model))
     say(chosen.told)
     return chosen
+
+
+def _hooked(model: nn.Module) -> list[str]:
+    """Modules and parameters whose gradients someone changes or looks at."""
+    modules = [
+        f"'{name}'" for name, module in model.named_modules() if module._backward_hooks or module._backward_pre_hooks
+    ]
+    return modules + [f"'{name}'" for name, parameter in model.named_parameters() if parameter._backward_hooks]
 
 
 def as_call(probe: Any, device: torch.device) -> Call:
@@ -70,17 +83,28 @@ def as_call(probe: Any, device: torch.device) -> Call:
     return tuple(map(there, probe if isinstance(probe, tuple | list) else (probe,))), {}
 
 
+def _watched(plan: TensorPlan) -> dict[str, Region]:
+    """Regions whose code is watched on every batch: it may do something else than on the probe, in training for
+    instance. Blocks between whose layers the sequence is cut know no whole sizes."""
+    return {
+        name: region if name in plan.trunk else replace(region, written=True) for name, region in plan.regions.items()
+    }
+
+
 def _told(wrong: Mapping[str, str], cure: str) -> str:
     """Modules that are wrong in one way are told once."""
     alike: dict[str, list[str]] = {}
     for name, why in wrong.items():
         alike.setdefault(why, []).append(name)
-    lines = [
-        f"'{names[0]}'{f' and {len(names) - 1} like it' if len(names) > 1 else ''} would not compute what one device "
-        f"does: {why}{'' if cure in why else f'; {cure}'}"
-        for why, names in alike.items()
-    ]
+    lines = []
+    for why, (first, *more) in alike.items():
+        who = f"{_quoted(first)}{f' and {len(more)} like it' if more else ''}"
+        lines.append(f"{who} would not compute what one device does: {why}{'' if cure in why else f'; {cure}'}")
     return "\n".join(lines)
+
+
+def _quoted(name: str) -> str:
+    return f"'{name}'" if name else "the model"
 
 
 def _folded(problems: list[str]) -> list[str]:

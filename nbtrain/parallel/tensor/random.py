@@ -14,6 +14,8 @@ the same numbers again.
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,7 +54,7 @@ class Draws:
         """The default generators inside one forward, whatever the user seeded; they are put back."""
         seed = _mixed(self.seed, self.coordinate, self.step, self.forwards)
         self.forwards += 1
-        with _seeded(seed):
+        with _seeded(seed), _seeded_elsewhere(seed):
             yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
@@ -108,6 +110,22 @@ def _seeded(seed: int) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def _seeded_elsewhere(seed: int) -> Iterator[None]:
+    """Python's and NumPy's random numbers, by which some models choose layers: peers must choose the same."""
+    numpy: Any = sys.modules.get("numpy.random")
+    states = random.getstate(), None if numpy is None else numpy.get_state()
+    random.seed(seed)
+    if numpy is not None:
+        numpy.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.set_state(states[1])
 
 
 def _generators() -> list[torch.Generator]:

@@ -7,7 +7,7 @@ probe batch gave it in the whole model. Outputs and every gradient must be those
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from nbtrain.errors import NbtrainError
+from nbtrain.errors import ModelError, NbtrainError
 from nbtrain.parallel.tensor.apply import lay_out
+from nbtrain.parallel.tensor.chance import WithoutChance, undropped
 from nbtrain.parallel.tensor.cuts import Layer, Region, TensorPlan
 from nbtrain.parallel.tensor.parts import take_part
 from nbtrain.parallel.tensor.sequence import sequence_partial
@@ -42,8 +43,28 @@ class Trial:
     all: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """What is needed to try one.
+
+    Attributes:
+        trial: Which.
+        whole: A copy of the module, made before the probe went through the model: modules may keep what they compute.
+        call: Its arguments in a forward on the probe.
+    """
+
+    trial: Trial
+    whole: nn.Module
+    call: Call
+
+
 def trials(model: nn.Module, plan: TensorPlan) -> list[Trial]:
-    """One for each kind of region, and for each kind of cut layer outside of regions."""
+    """One for each kind of region, and for each kind of cut layer outside of regions.
+
+    With sequence parallelism code between blocks may mix positions too: the whole model is tried, where it has weights.
+    """
+    if plan.trunk and not any(parameter.is_meta for parameter in model.parameters()):
+        return [Trial("", _alone(plan, ""), ("",))]
     modules = dict(model.named_modules())
     kinds: dict[Any, list[str]] = {}
     for name in _tops(plan):
@@ -52,27 +73,35 @@ def trials(model: nn.Module, plan: TensorPlan) -> list[Trial]:
     return [Trial(names[0], _alone(plan, names[0]), tuple(names)) for names in kinds.values()]
 
 
-def recorded(model: nn.Module, plan: TensorPlan, probe: Call) -> dict[str, Call]:
-    """The arguments of each module that is to be tried, in a forward of ``model`` on ``probe``."""
-    return _calls(model, [trial.name for trial in trials(model, plan)], probe)
+def attempts(model: nn.Module, twin: nn.Module, plan: TensorPlan, probe: Call) -> list[Attempt]:
+    """Of what the probe reaches.
+
+    Args:
+        model: Whole, or on the meta device.
+        twin: What runs in its place.
+        plan: What is to be proved.
+        probe: Arguments of the model's forward.
+
+    Raises:
+        ModelError: A module cannot be copied.
+    """
+    tried = trials(model, plan)
+    copies = {trial.name: _copy(model, trial.name) for trial in tried}
+    calls = _calls(twin, [trial.name for trial in tried], probe)
+    return [Attempt(trial, copies[trial.name], calls[trial.name]) for trial in tried if trial.name in calls]
 
 
-def refuted(model: nn.Module, plan: TensorPlan, calls: Mapping[str, Call], group: dist.ProcessGroup) -> dict[str, str]:
+def refuted(tried: Iterable[Attempt], group: dist.ProcessGroup) -> dict[str, str]:
     """Names of the regions and layers that do not compute what they should, and why. Collective over peers.
 
     Args:
-        model: Whole, with the same weights on every peer; one on the meta device is tried with made-up weights.
-        plan: What is to be proved.
-        calls: As `recorded`, the same on every peer.
+        tried: With the same weights and arguments on every peer; weights on the meta device are made up.
         group: The peers.
     """
     wrong: dict[str, str] = {}
-    for trial in trials(model, plan):
-        if trial.name not in calls:
-            continue  # the probe does not reach it
-        problem = _first(_problem(model, trial, calls[trial.name], group), group)
-        if problem:
-            wrong |= dict.fromkeys(trial.all, problem)
+    for attempt in tried:
+        if problem := _first(_problem(attempt, group), group):
+            wrong |= dict.fromkeys(attempt.trial.all, problem)
     return wrong
 
 
@@ -113,7 +142,8 @@ def _alone(plan: TensorPlan, name: str) -> TensorPlan:
     layers: dict[str, Layer] = {inner(n): layer for n, layer in plan.layers.items() if _inside(n, at)}
     regions: dict[str, Region] = {inner(n): region for n, region in plan.regions.items() if _inside(n, at)}
     partial = tuple(inner(n) for n in plan.partial if _inside(n, at))
-    return TensorPlan(plan.degree, layers, regions, partial, trunk=("it",) if name in plan.trunk else ())
+    trunk = tuple(inner(n) for n in plan.trunk if _inside(n, at))
+    return TensorPlan(plan.degree, layers, regions, partial, trunk=trunk)
 
 
 def _signature(plan: TensorPlan) -> str:
@@ -141,25 +171,52 @@ def _calls(model: nn.Module, names: list[str], probe: Call) -> dict[str, Call]:
     return calls
 
 
-def _problem(model: nn.Module, trial: Trial, call: Call, group: dist.ProcessGroup) -> str:
-    """Why the cut layer is wrong; "" where it is right."""
-    part, degree = dist.get_rank(group), group.size()
-    whole = copy.deepcopy(model.get_submodule(trial.name)).eval()
-    call = _made_up(whole, call)
-    cut = nn.ModuleDict({"it": copy.deepcopy(whole)})
-    expected = _run(whole, call)
+def _copy(model: nn.Module, name: str) -> nn.Module:
     try:
-        lay_out(cut, trial.plan, group, rank=part)
-        got = _run(cut["it"], call)
-    except Exception as problem:  # the user's code runs here, on parts
-        told = str(problem).replace("'it'", f"'{trial.name}'").replace("'it.", f"'{trial.name}.")
-        kind = "" if isinstance(problem, NbtrainError) else f"{type(problem).__name__}: "
-        return f"its code cannot run on a part ({kind}{told.splitlines()[0]})"
+        return copy.deepcopy(model.get_submodule(name))
+    except Exception as problem:  # a model's own code runs here
+        what = f"'{name}'" if name else type(model).__name__
+        raise ModelError(
+            f"{what} cannot be copied, which trying it on a tiny batch needs ({type(problem).__name__}: {problem}); "
+            "type tp=1, or leave it whole: tp_plan={'NAME': 'replicate'}"
+        ) from problem
+
+
+def _problem(attempt: Attempt, group: dist.ProcessGroup) -> str:
+    """Why the cut layer is wrong; "" where it is right. In training and in evaluation, without dropout."""
+    whole, trial = attempt.whole, attempt.trial
+    call = _made_up(whole, attempt.call)
+    undropped(whole)
+    cut = nn.ModuleDict({"it": copy.deepcopy(whole)})
+    try:
+        lay_out(cut, trial.plan, group, rank=dist.get_rank(group))
+    except Exception as problem:
+        return _impossible(trial, problem)
+    for training in (True, False):
+        expected = _run(whole.train(training), call)
+        try:
+            got = _run(cut["it"].train(training), call)
+        except Exception as problem:  # the user's code runs here, on parts
+            return _impossible(trial, problem)
+        if problem_found := _difference(whole, cut, trial.plan, expected, got, group):
+            return problem_found
+    return ""
+
+
+def _impossible(trial: Trial, problem: Exception) -> str:
+    told = str(problem).replace("'it'", f"'{trial.name}'").replace("'it.", f"'{trial.name}.".replace("'.", "'"))
+    kind = "" if isinstance(problem, NbtrainError) else f"{type(problem).__name__}: "
+    return f"its code cannot run on a part ({kind}{told.splitlines()[0] if told else ''})"
+
+
+def _difference(
+    whole: nn.Module, cut: nn.Module, plan: TensorPlan, expected: list[Any], got: list[Any], group: dist.ProcessGroup
+) -> str:
     for what, right, found in _pairs(expected, got):
         if error := _error(right, found):
             return f"its {what} would be off by {error:.2g}"
-    cuts, partial = trial.plan.parameters, {*trial.plan.partial, *sequence_partial(cut, trial.plan)}
-    theirs_by_name = dict(cut["it"].named_parameters())
+    cuts, partial = plan.parameters, {*plan.partial, *sequence_partial(cut, plan)}
+    theirs_by_name = dict(cut.get_submodule("it").named_parameters())
     for name, parameter in whole.named_parameters():
         ours: torch.Tensor | None = parameter.grad
         theirs: torch.Tensor | None = theirs_by_name[name].grad
@@ -168,7 +225,7 @@ def _problem(model: nn.Module, trial: Trial, call: Call, group: dist.ProcessGrou
         if f"it.{name}" in partial:
             dist.all_reduce(theirs, group=group)
         if (one := cuts.get(f"it.{name}")) is not None:
-            ours = take_part(ours, one, part, degree)
+            ours = take_part(ours, one, dist.get_rank(group), group.size())
         if error := _error(ours, theirs):
             return f"the gradient of its '{name}' would be off by {error:.2g}"
     return ""
@@ -179,7 +236,8 @@ def _run(module: nn.Module, call: Call) -> list[tuple[str, torch.Tensor]]:
     leaves, tree = tree_flatten(call)
     inputs = [_copied(leaf) for leaf in leaves]
     args, kwargs = tree.unflatten(inputs) if hasattr(tree, "unflatten") else call
-    with torch.enable_grad():
+    module.zero_grad()
+    with torch.enable_grad(), WithoutChance():
         outputs = [leaf for leaf in tree_flatten(module(*args, **kwargs))[0] if _is_float(leaf) and leaf.requires_grad]
         generator = torch.Generator().manual_seed(0)
         total = sum((output * _weights(output, generator)).sum() for output in outputs)
