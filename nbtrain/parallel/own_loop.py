@@ -2,8 +2,9 @@
 
 Torch's own functions see a rank's parts and don't know it. The norm of a part is not the norm: what
 ``torch.nn.utils.clip_grad_norm_`` asks for its norm is replaced. A whole parameter that acts on cut activations has a
-part of its gradient on each peer: it is summed in backward. An optimizer that does more than treat each element by
-itself would do it to parts: its step raises.
+part of its gradient on each peer: it is summed in backward. A GradScaler looks for infinities in parts: ranks tell each
+other what they found. An optimizer that does more than treat each element by itself would do it to parts: its step
+raises.
 """
 
 from __future__ import annotations
@@ -95,7 +96,6 @@ class OwnLoop:
 
         Raises:
             OptimizerError: It does more than treat each element by itself.
-            UsageError: fp16, whose scaler would judge by a part of the gradients.
         """
         if self.taken_over:
             return
@@ -105,8 +105,6 @@ class OwnLoop:
                 "tp an optimizer must treat each element by itself, e.g. AdamW; one of your own says so by the class "
                 "attribute elementwise = True"
             )
-        if self.layout.plan.precision == "fp16":
-            raise UsageError("fp16 with tp needs a Trainer: a GradScaler of your own sees a part of the gradients only")
 
 
 def watch(model: nn.Module, layout: Layout) -> OwnLoop:
@@ -139,6 +137,21 @@ def _patch() -> None:
 
     clip_grad._get_total_norm = get_total_norm
     torch.nn.utils.get_total_norm = get_total_norm
+    _patch_scaler()
+
+
+def _patch_scaler() -> None:
+    torchs = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(torchs)
+    def _unscale_grads_(scaler: Any, optimizer: Optimizer, *rest: Any, **more: Any) -> Any:
+        found = torchs(scaler, optimizer, *rest, **more)
+        for loop in _owners(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            for infinities in found.values():
+                dist.all_reduce(infinities, op=dist.ReduceOp.MAX, group=loop.layout.everyone)
+        return found
+
+    torch.amp.GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[assignment,method-assign]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -45,6 +45,7 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module
         fully_shard(unit, **options)
     model.register_forward_hook(_own_output)
     root = fully_shard(model, **options)
+    model.register_forward_hook(_let_go_without_backward)
     # a rank whose branch doesn't use a parameter must still reduce it: the others wait
     root.set_reduce_scatter_unused_params(True)
     return units
@@ -55,6 +56,12 @@ def _make_contiguous(model: nn.Module) -> None:
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
+
+
+def _let_go_without_backward(module: nn.Module, args: Any, output: Any) -> None:
+    """Backward is what FSDP lets go after: else ``model.parameters()`` would be gathered ones, without gradients."""
+    if not torch.is_grad_enabled():
+        reshard(module)
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:

@@ -43,8 +43,8 @@ def decide(
     """
     if hooked := _hooked(model):
         raise ModelError(
-            f"{', '.join(hooked[:5])} has a hook on gradients, which would see a rank's part of them; remove it, or make "
-            "the Trainer with tp=1"
+            f"{', '.join(hooked[:5])} has a hook on gradients, which would see a rank's part of them; remove it, or "
+            "type tp=1"
         )
     twin = twin_of(model, device)
     patterns = plan.tp_plan if isinstance(plan.tp_plan, Mapping) else None
@@ -66,10 +66,9 @@ def decide(
 
 def _hooked(model: nn.Module) -> list[str]:
     """Modules and parameters whose gradients someone changes or looks at."""
-    modules = [
-        f"'{name}'" for name, module in model.named_modules() if module._backward_hooks or module._backward_pre_hooks
-    ]
-    return modules + [f"'{name}'" for name, parameter in model.named_parameters() if parameter._backward_hooks]
+    modules = [name for name, part in model.named_modules() if part._backward_hooks or part._backward_pre_hooks]
+    parameters = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
+    return [f"'{name}'" for name in modules + parameters]
 
 
 def as_call(probe: Any, device: torch.device) -> Call:
