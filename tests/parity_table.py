@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import matrix
+import parity_matrix as matrix
 import zoo
-from matrix import LAYOUTS, OPTIONS
+from parity_matrix import LAYOUTS, OPTIONS
 from ranks import RanksFailed
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))

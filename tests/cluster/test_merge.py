@@ -65,8 +65,8 @@ def test_an_unfinished_line_is_shown_after_a_while() -> None:
     merger = Merger(range(2), hold_s=0.1)
     for rank in range(2):
         merger.text(rank, "stdout", "working ", now=0.0)
-    assert show(merger, now=0.2) == []
-    assert show(merger, now=0.6) == ["working "]
+    assert show(merger, now=0.15) == []
+    assert show(merger, now=0.25) == ["working "]
 
 
 def test_a_rank_that_printed_nothing_holds_nobody_up_for_long() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import matrix
+import parity_matrix as matrix
 import pytest
 import zoo
-from matrix import LAYOUTS, OPTIONS, Layout, Option
+from parity_matrix import LAYOUTS, OPTIONS, Layout, Option
 
 KV_HEADS = "tp=4 does not divide {}=2 of '{}'; choose tp from 1, 2"
 REFUSED = {
