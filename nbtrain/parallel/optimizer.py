@@ -6,7 +6,7 @@ runs and the weights never change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,8 +100,10 @@ def _successors(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
     return successors
 
 
-def trained(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those of ``parameters`` that require a gradient, with those of the optimizer."""
-    unique = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
+def trained(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those of ``model`` that require a gradient, with all their pieces and what the optimizer holds."""
+    unique = {id(parameter): parameter for parameter in model.parameters() if parameter.requires_grad}
+    if isinstance(model, ShardedUpdate):  # of those too that the optimizer doesn't step: they count in the norm
+        unique |= {id(piece): piece for _, piece in model.named_pieces()}
     unique |= {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     return list(unique.values())

@@ -99,7 +99,7 @@ class Trainer:
         self._stepper = Stepper(
             self.model,
             layout,
-            trained(self.model.parameters(), self.optimizer),
+            trained(self.model, self.optimizer),
             self.optimizer,
             loss_fn,
             _make_scheduler(scheduler, self.optimizer),

@@ -147,7 +147,7 @@ class _OneDevice:
 
     def step(self, batch: Batch) -> float:
         """The mean loss of the whole batch."""
-        self.optimizer.zero_grad()
+        self.model.zero_grad()  # the optimizer may hold some of the parameters only
         before = torch.get_rng_state()
         loss = compute_loss(self._forward, self.loss_fn, batch.to(self.device))
         self.draws |= not torch.equal(before, torch.get_rng_state())

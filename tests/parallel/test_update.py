@@ -45,6 +45,33 @@ def test_accumulating_and_clipping_equal_one_device(spec: str, ranks: int) -> No
     run_ranks(on_rank, ranks)
 
 
+def some(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(params)[1:3], lr=0.1)
+
+
+def test_parameters_that_the_optimizer_does_not_step_count_in_the_norm() -> None:
+    def on_rank() -> None:
+        trainer = trainer_of(grad_clip=0.1, optimizer=some)
+        torch.manual_seed(0)
+        one = models.MLP()
+        optimizer = some(one.parameters())
+        for step in range(2):
+            one.zero_grad()
+            x, y = (torch.cat(parts) for parts in zip(batch(step, of=0), batch(step, of=1), strict=True))
+            F.mse_loss(one(x), y).backward()
+            norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            optimizer.step()
+            trainer.step(*batch(step))
+            assert trainer.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+            trainer.model.gather_gradients()
+            expected = {name: parameter.grad for name, parameter in one.named_parameters()}
+            found = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+            torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(trainer.state_dict(), dict(one.state_dict()))
+
+    run_ranks(on_rank, 2)
+
+
 def test_bf16_stays_near_fp32() -> None:
     def on_rank() -> None:
         for model in models.CASES:
@@ -123,8 +150,8 @@ def trainer_of(spec: str = "zero=1", make: Any = models.MLP, **options: Any) -> 
     return nt.Trainer(make(), nt.Plan.parse(spec), **{"optimizer": adamw, "loss_fn": F.mse_loss, **options})
 
 
-def batch(step: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + rank())
+def batch(step: int, size: int = 4, of: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + (rank() if of is None else of))
     return torch.randn(size, 8, generator=generator), torch.randn(size, 3, generator=generator)
 
 
