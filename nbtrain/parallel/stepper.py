@@ -92,6 +92,8 @@ class Stepper:
                 "parameters were added, removed, frozen or unfrozen after the trainer was made, and it does not train "
                 "them; make the model again and a new Trainer of it"
             )
+        if isinstance(self.model, ShardedUpdate):
+            self.model.claim(self.optimizer)
         if torch.is_inference_mode_enabled():
             raise UsageError("a step needs gradients; call trainer.step outside torch.inference_mode()")
         if self.layout.loop is not None:

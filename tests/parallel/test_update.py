@@ -72,6 +72,22 @@ def test_parameters_that_the_optimizer_does_not_step_count_in_the_norm() -> None
     run_ranks(on_rank, 2)
 
 
+def test_a_group_that_is_added_later_trains() -> None:
+    def on_rank() -> None:
+        trainer, other = trainer_of(optimizer=some), trainer_of("zero=0", optimizer=some)
+        for one in (trainer, other):
+            one.step(*batch(0))
+            first, *_ = one.model.parameters()
+            one.optimizer.add_param_group({"params": [first], "lr": 0.2})
+            one.step(*batch(1))
+        torch.testing.assert_close(trainer.state_dict(), other.state_dict())
+        trainer.optimizer.add_param_group({"params": [first for first, *_ in [trainer.model.parameters()]]})
+        with pytest.raises(OptimizerError, match="got 1 parameters that the optimizer has already"):
+            trainer.step(*batch(2))
+
+    run_ranks(on_rank, 2)
+
+
 def test_bf16_stays_near_fp32() -> None:
     def on_rank() -> None:
         for model in models.CASES:
