@@ -276,6 +276,31 @@ def test_a_frozen_base_stays_frozen() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.parametrize("spec", ["zero=0", "zero=1", "zero=3"])
+def test_parameters_that_take_the_place_of_others_are_an_error(spec: str) -> None:
+    def swap_frozen(model: Any) -> None:
+        model.layers[0].weight.requires_grad_(False)
+        model.layers[2].weight.requires_grad_(True)
+
+    def replace_head(model: Any) -> None:
+        model.layers[2] = nn.Linear(33, 17)
+
+    def on_rank() -> None:
+        for change in (swap_frozen, replace_head):
+            model = models.MLP()
+            model.layers[2].weight.requires_grad_(False)
+            trainer = nt.Trainer(model, nt.Plan.parse(spec), optimizer=sgd, loss_fn=F.mse_loss)
+            batch = torch.ones(2, 8), torch.ones(2, 3)
+            trainer.step(*batch)
+            trainer.model(batch[0])  # leaves FSDP's gathered parameters in the module
+            trainer.step(*batch)
+            change(trainer.model)
+            with pytest.raises(ModelError, match="replaced, frozen or unfrozen after the trainer was made"):
+                trainer.step(*batch)
+
+    run_ranks(on_rank, 2)
+
+
 def test_a_plan_in_text_is_refused_with_the_cure() -> None:
     with pytest.raises(PlanError, match=r"type nt\.Plan\.parse\('zero=3'\)"):
         nt.Trainer(Two(), "zero=3", optimizer=sgd)  # type: ignore[arg-type]
