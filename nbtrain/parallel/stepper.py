@@ -31,7 +31,7 @@ from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.mirror import Mirror
-from nbtrain.parallel.optimizer import ELEMENTWISE
+from nbtrain.parallel.optimizer import is_elementwise
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.scaler import Scaling
@@ -204,7 +204,7 @@ class Stepper:
 
     def _step_optimizer(self) -> None:
         if "optimizer" in (self.layout.plan.offload or ()):
-            offload.step(self.optimizer, type(self.optimizer) in ELEMENTWISE)
+            offload.step(self.optimizer, is_elementwise(self.optimizer))
         else:
             self.optimizer.step()
 

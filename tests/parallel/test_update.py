@@ -118,6 +118,8 @@ def test_every_element_wise_optimizer_equals_one_device() -> None:
 class Own(torch.optim.SGD):
     """Takes the mean out of each gradient: no piece has the mean of the whole."""
 
+    per_parameter = True
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -157,6 +159,53 @@ def test_an_optimizer_that_needs_whole_parameters_gets_them_dealt_out(make: Any)
         whole = {tuple(piece.shape) for _, piece in trainer.model.named_pieces() if piece.numel()}
         assert 0 < len(whole) < 4
         assert whole <= {tuple(parameter.shape) for parameter in trainer.model.parameters()}
+
+    run_ranks(on_rank, 2)
+
+
+class Coupled(torch.optim.SGD):
+    """Divides by the norm over all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
+        norm = sum(parameter.grad.square().sum() for parameter in held).sqrt()
+        for parameter in held:
+            parameter.grad.div_(norm)
+        super().step()
+
+
+class Clamped(torch.optim.SGD):
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-0.01, 0.01)
+        super().step()
+
+
+def test_an_optimizer_of_ones_own_says_what_it_needs() -> None:
+    def on_rank() -> None:
+        with pytest.raises(OptimizerError, match=r"Coupled may need all of them.*per_parameter = True.*type zero=0"):
+            trainer_of(optimizer=lambda params: Coupled(params, lr=0.1))
+        for spec in ("zero=0", "zero=3"):
+            check("mlp", spec, Run(optimizer=lambda params: Coupled(params, lr=0.1)))
+        check("mlp", "zero=1", Run(optimizer=lambda params: Clamped(params, lr=0.1, momentum=0.9)))
+        assert not trainer_of(optimizer=lambda params: Clamped(params, lr=0.1)).model.whole
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop])
+def test_an_optimizer_that_torch_cannot_run_on_shards_is_refused(kind: Any) -> None:
+    def on_rank() -> None:
+        for spec in ("zero=2", "zero=3"):
+            with pytest.raises(OptimizerError, match=rf"{kind.__name__} cannot step sharded parameters.*type zero=1"):
+                trainer_of(spec, optimizer=lambda params: kind(params, lr=0.1))
+        check("mlp", "zero=1", Run(optimizer=lambda params: kind(params, lr=0.01)), Tolerance(atol=2e-4, rtol=2e-5))
 
     run_ranks(on_rank, 2)
 
