@@ -110,9 +110,7 @@ def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def _around(
-    buffers: _Buffers, counters: Counters, contexts: Callable[[], tuple[Any, Any]]
-) -> tuple[_Nested, _Nested]:
+def _around(buffers: _Buffers, counters: Counters, contexts: Callable[[], tuple[Any, Any]]) -> tuple[_Nested, _Nested]:
     """What the first forward and the next ones run in. Buffers are copied outside of what watches operations."""
     first, again = contexts()
     return (
