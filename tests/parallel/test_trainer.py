@@ -202,6 +202,34 @@ def test_a_state_goes_from_one_layout_into_another() -> None:
     run_ranks(on_rank, 4)
 
 
+class Extra(nn.Linear):
+    """Keeps a tensor of any shape and a number beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.seen: list[float] = []
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": torch.tensor(self.seen)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"].tolist()
+
+
+@pytest.mark.parametrize("spec", ["zero=0", "zero=1", "zero=3"])
+def test_a_state_has_what_modules_keep_beside_tensors(spec: str) -> None:
+    def on_rank() -> None:
+        for make in (Extra, lambda: nn.Sequential(Extra())):
+            one, other = (
+                nt.Trainer(make(), nt.Plan.parse(spec), optimizer=sgd, loss_fn=F.mse_loss) for make in (make, make)
+            )
+            next(module for module in one.model.modules() if isinstance(module, Extra)).seen = [1.0, 2.0]
+            other.load_state_dict(one.state_dict())
+            assert next(module for module in other.model.modules() if isinstance(module, Extra)).seen == [1.0, 2.0]
+
+    run_ranks(on_rank, 2)
+
+
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     trainer = nt.Trainer(Two(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss)
     before = trainer.state_dict()
