@@ -224,7 +224,8 @@ class Stepper:
                 if self.layout.usage is not None:
                     self.layout.usage.watch()
                 # DDP and FSDP take the mean over ranks
-                loss.over(self._divisor / self.layout.dp).backward()  # type: ignore[no-untyped-call]
+                with shard.explained() if self.layout.shards else contextlib.nullcontext():
+                    loss.over(self._divisor / self.layout.dp).backward()  # type: ignore[no-untyped-call]
             tally.add(loss)
         return tally
 

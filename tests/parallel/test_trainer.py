@@ -329,6 +329,38 @@ def test_parameters_that_take_the_place_of_others_are_an_error(spec: str) -> Non
     run_ranks(on_rank, 2)
 
 
+class Gated(nn.Module):
+    """A block that leaves a loss of its own on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aux = self.gate(x).logsumexp(-1).mean()
+        return x + self.layer(x)
+
+
+@pytest.mark.parametrize("spec", ["zero=3", "zero=3,recompute=full"])
+def test_a_loss_that_goes_past_the_outputs_of_a_block_is_an_error_with_the_cure(spec: str) -> None:
+    def on_rank() -> None:
+        blocks = nn.ModuleList([Gated(), Gated(), Gated()])
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*blocks))
+        trainer = nt.Trainer(
+            model,
+            nt.Plan.parse(spec),
+            optimizer=sgd,
+            loss_fn=lambda output, target: F.mse_loss(output, target) + sum(block.aux for block in blocks),
+        )
+        before = trainer.state_dict()
+        for _ in range(2):
+            with pytest.raises(ModelError, match=r"self\.aux = .*return it as an output of the block, or type zero=2"):
+                trainer.step(torch.ones(2, 8), torch.ones(2, 8))
+        torch.testing.assert_close(trainer.state_dict(), before, rtol=0, atol=0)
+
+    run_ranks(on_rank, 2)
+
+
 def test_a_plan_in_text_is_refused_with_the_cure() -> None:
     with pytest.raises(PlanError, match=r"type nt\.Plan\.parse\('zero=3'\)"):
         nt.Trainer(Two(), "zero=3", optimizer=sgd)  # type: ignore[arg-type]
