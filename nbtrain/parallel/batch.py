@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,15 @@ class Batch:
         leaves, tree = tree_flatten((self.positional, dict(self.named)))
         columns = [self._split(leaf, count) for leaf in leaves]
         return [Batch.of(*tree_unflatten(row, tree)) for row in map(list, zip(*columns, strict=True))]
+
+    def joined(self, parts: Sequence[Batch]) -> Batch:
+        """Some parts that `chunks` has made of it, one behind the other."""
+        whole, tree = tree_flatten((self.positional, dict(self.named)))
+        columns = zip(*(tree_flatten((part.positional, dict(part.named)))[0] for part in parts), strict=True)
+        leaves = [
+            torch.cat(column) if self._is_cut(leaf) else leaf for leaf, column in zip(whole, columns, strict=True)
+        ]
+        return Batch.of(*tree_unflatten(leaves, tree))
 
     def first(self) -> Batch:
         """Its first sample: copies."""

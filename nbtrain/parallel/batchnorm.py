@@ -51,11 +51,8 @@ class Silent(torch.autograd.Function):
         return torch.zeros_like(gradient)
 
 
-class GlobalBatchNorm(_BatchNorm, Grouped):
-    """Batch normalisation by the statistics of all ranks' batches.
-
-    Input and output: (B, C) or (B, C, ...), any floating dtype; statistics are fp32. B may differ between ranks and
-    be 0 on some; every rank must run the layer. In eval mode it is ``nn.BatchNorm``.
+class SharedStatistics(Grouped):
+    """Beside a norm's class: its statistics are taken over the batches of a group's ranks.
 
     Attributes:
         counts: Whether this rank's batch counts; else it is normalised by the others' and changes nothing.
@@ -66,6 +63,20 @@ class GlobalBatchNorm(_BatchNorm, Grouped):
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.group)] = self.group  # ranks are shared, not copied
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+
+class GlobalBatchNorm(SharedStatistics, _BatchNorm):
+    """Batch normalisation by the statistics of all ranks' batches.
+
+    Input and output: (B, C) or (B, C, ...), any floating dtype; statistics are fp32. B may differ between ranks and
+    be 0 on some; every rank must run the layer. In eval mode it is ``nn.BatchNorm``.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         values = input.float()
@@ -80,12 +91,6 @@ class GlobalBatchNorm(_BatchNorm, Grouped):
         if self.affine:
             normal = normal * _as_channels(self.weight.float(), values) + _as_channels(self.bias.float(), values)
         return normal.to(input.dtype)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalBatchNorm:
-        memo[id(self.group)] = self.group  # ranks are shared, not copied
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return twin
 
     def _by_running_statistics(self, values: torch.Tensor) -> torch.Tensor:
         # FSDP's bf16 weights beside fp32 statistics are more than F.batch_norm can mix on a CPU

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from nbtrain.parallel.report import Row
@@ -23,6 +23,7 @@ class Evidence:
         world_size: Ranks.
         traits: What each parameter is.
         draws: Whether the model draws random numbers in its forward.
+        updated: Buffers that forward updates and that differ behind it.
     """
 
     wrong: list[Row]
@@ -31,6 +32,7 @@ class Evidence:
     world_size: int
     traits: Traits
     draws: bool
+    updated: list[str]
 
     @property
     def kind(self) -> str:
@@ -57,14 +59,23 @@ class Evidence:
         return [trait for trait in self.traits.get(self.wrong[0].name, ()) if trait in shared]
 
 
-def likely_cause(rows: tuple[Row, ...], plan: Plan, world_size: int, traits: Traits, *, draws: bool = False) -> str:
+def likely_cause(
+    rows: tuple[Row, ...],
+    plan: Plan,
+    world_size: int,
+    traits: Traits,
+    *,
+    draws: bool = False,
+    updated: Collection[str] = (),
+) -> str:
     """In words; "" where nothing differs."""
     first = next((row for row in rows if not row.ok), None)
     if first is None:
         return ""
     together = [row for row in rows if (row.step, row.kind) == (first.step, first.kind)]
     wrong, right = [row for row in together if not row.ok], [row for row in together if row.ok]
-    evidence = Evidence(wrong, right, plan, world_size, traits, draws)
+    buffers = [row.name for row in rows if (row.step, row.kind, row.ok) == (first.step, "buffer", False)]
+    evidence = Evidence(wrong, right, plan, world_size, traits, draws, [name for name in buffers if name in updated])
     return next(cause for rule in _RULES if (cause := rule(evidence)))
 
 
@@ -101,6 +112,16 @@ def _random(evidence: Evidence) -> str:
     if not evidence.draws:
         return ""
     return "the model draws random numbers in its forward, which differ between layouts; turn that off to compare"
+
+
+def _updated(evidence: Evidence) -> str:
+    if not evidence.updated or evidence.kind == "weights":
+        return ""
+    names = ", ".join(f"'{name}'" for name in evidence.updated[:3])
+    return (
+        f"buffers that forward updates from a rank's own samples: {names}. Take what they keep over all ranks' samples "
+        "(torch.distributed.all_reduce in forward), or update them outside of training steps"
+    )
 
 
 def _weights(evidence: Evidence) -> str:
@@ -203,6 +224,7 @@ _RULES: list[Callable[[Evidence], str]] = [
     _some_ranks,
     _weights,
     _random,
+    _updated,
     _loss,
     _all_by_one_factor,
     _one_sort,

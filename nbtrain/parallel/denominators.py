@@ -24,15 +24,18 @@ class Denominators:
 
     Attributes:
         num_means: Watched functions that took a mean.
+        num_targets: That these got, with ignored ones.
+        cure: A sum and what it divides by, in the place of the last mean.
         sums: What watched functions returned as sums, not divided by anything yet.
     """
 
     def __init__(self) -> None:
-        self.num_means = 0
+        self.num_means = self.num_targets = 0
+        self.cure = ""
         self.shortfall: float | torch.Tensor = 0.0
         self.sums: list[torch.Tensor] = []
 
-    def see(self, result: torch.Tensor, call: dict[str, Any]) -> None:
+    def see(self, name: str, result: torch.Tensor, call: dict[str, Any]) -> None:
         target, weight = call["target"], call.get("weight")
         if call["reduction"] == "sum":
             self.sums.append(result)
@@ -41,6 +44,8 @@ class Denominators:
         counted = target != call["ignore_index"]
         total = weight[target[counted]].sum() if weight is not None else counted.sum()
         self.num_means += 1
+        self.num_targets += target.numel()
+        self.cure = _cure(name, call)
         self.shortfall = self.shortfall + (target.numel() - total.detach().double())
 
 
@@ -50,7 +55,7 @@ def watched() -> Iterator[Denominators]:
     seen = Denominators()
     originals = {name: getattr(F, name) for name in _WATCHED}
     for name, function in originals.items():
-        setattr(F, name, _watching(function, seen))
+        setattr(F, name, _watching(name, function, seen))
     try:
         yield seen
     finally:
@@ -58,7 +63,7 @@ def watched() -> Iterator[Denominators]:
             setattr(F, name, function)
 
 
-def _watching(function: Callable[..., torch.Tensor], seen: Denominators) -> Callable[..., torch.Tensor]:
+def _watching(name: str, function: Callable[..., torch.Tensor], seen: Denominators) -> Callable[..., torch.Tensor]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -66,7 +71,16 @@ def _watching(function: Callable[..., torch.Tensor], seen: Denominators) -> Call
         result = function(*args, **options)
         call = signature.bind(*args, **options)
         call.apply_defaults()
-        seen.see(result, call.arguments)
+        seen.see(name, result, call.arguments)
         return result
 
     return watching
+
+
+def _cure(name: str, call: dict[str, Any]) -> str:
+    ignored, weighted = call["ignore_index"], call.get("weight") is not None
+    options = {"weight": "weight" if weighted else None, "ignore_index": ignored if ignored != -100 else None}
+    options["label_smoothing"] = call.get("label_smoothing") or None
+    given = "".join(f"{option}={value}, " for option, value in options.items() if value is not None)
+    counted = f"weight[target[target != {ignored}]]" if weighted else f"(target != {ignored})"
+    return f"(F.{name}(output, target, {given}reduction='sum'), {counted}.sum())"

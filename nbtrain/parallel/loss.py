@@ -32,13 +32,15 @@ class Loss:
         value: 0-d, differentiable: a mean, or a sum where ``is_sum``.
         weight: What the chunk counts in the global mean: samples, or the count of the loss function.
         ignored: Of a mean: by how much a sample's targets are more than what the mean divides by, since some are
-            ignored or weighted. Where chunks differ in it, no weight by samples is right.
+            ignored, weighted or left out. Where chunks differ in it, no weight by samples is right.
+        cure: What to return in the place of such a mean.
     """
 
     value: torch.Tensor
     weight: float | torch.Tensor
     is_sum: bool
     ignored: float | torch.Tensor = 0.0
+    cure: str = ""
 
     @property
     def sum(self) -> torch.Tensor:
@@ -107,10 +109,14 @@ def _own_targets(batch: Batch) -> list[Any]:
     return [*batch.positional[1:], *(value for name, value in batch.named.items() if name in _TARGET_NAMES)]
 
 
-def _ignored(targets: list[Any], num_samples: int) -> float | torch.Tensor:
-    """-100s a sample."""
+def _ignored(targets: list[Any], num_samples: int, seen: Denominators) -> float | torch.Tensor:
+    """Targets a sample that the mean does not divide by: as seen, else -100s."""
     classes = [target for target in targets if isinstance(target, torch.Tensor) and target.dtype == torch.long]
-    return sum((target == IGNORED).sum().double() for target in classes) / num_samples
+    if not seen.num_means:
+        return sum((target == IGNORED).sum().double() for target in classes) / num_samples
+    # F.cross_entropy(output[mask], target[mask]) gets some of the only targets there are
+    left_out = classes[0].numel() - seen.num_targets if len(classes) == seen.num_means == 1 else 0
+    return (seen.shortfall + left_out) / num_samples
 
 
 def _read(result: Any, num_samples: int, targets: list[Any], seen: Denominators) -> Loss:
@@ -137,8 +143,8 @@ def _mean(value: torch.Tensor, num_samples: int, targets: list[Any], seen: Denom
         raise BatchError(
             "a rank's batch is empty and has no mean loss; give every rank a sample or let loss_fn return (sum, count)"
         )
-    ignored = seen.shortfall / num_samples if seen.num_means else _ignored(targets, num_samples)
-    return Loss(value, float(num_samples), is_sum=False, ignored=ignored)
+    ignored = _ignored(targets, num_samples, seen)
+    return Loss(value, float(num_samples), is_sum=False, ignored=ignored, cure=seen.cure)
 
 
 def _own_loss(output: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ runs and the weights never change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from nbtrain.errors import OptimizerError
 from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.shardable import require_shardable
 from nbtrain.parallel.update import ShardedUpdate
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -33,12 +34,21 @@ ELEMENTWISE = (
 )
 """Those that do with a piece of a parameter what they do with the whole. A subclass may compute something else."""
 
+PER_PARAMETER = (optim.Adafactor, optim.Muon, optim.Rprop)
+"""Those that step each parameter by itself, and need it whole."""
+
 _CURE = "pass optimizer=lambda params: torch.optim.AdamW(params, ...), which is called after sharding"
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it treats each element by itself: by what is known of torch's, or by its class's word."""
-    return type(optimizer) in ELEMENTWISE or bool(getattr(type(optimizer), "elementwise", False))
+    """Whether it does with a part of a parameter what it does with the whole: known, or said by its class."""
+    return type(optimizer) in ELEMENTWISE or getattr(type(optimizer), "elementwise", False) is True
+
+
+def is_per_parameter(optimizer: Optimizer) -> bool:
+    """Whether what it does with a parameter depends on no other one: known, or said by its class."""
+    kind = type(optimizer)
+    return is_elementwise(optimizer) or kind in PER_PARAMETER or getattr(kind, "per_parameter", False) is True
 
 
 def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: Layout) -> Optimizer:
@@ -46,7 +56,8 @@ def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: La
 
     One that was built before sharding is re-pointed to the parameters that took the place of its own; its groups and
     options stay. With ``zero=1`` it then holds this rank's pieces of them. One that isn't element-wise (Muon,
-    Adafactor, a class of one's own) holds whole parameters, dealt out to the ranks: it must step each by itself.
+    Adafactor, a class of one's own) holds whole parameters, dealt out to the ranks: it must step each by itself. With
+    ``zero=2`` and 3 it holds DTensors, and one that isn't known to is tried on tiny ones. Collective.
 
     Args:
         make: Called with the trained parameters, or an optimizer.
@@ -54,7 +65,8 @@ def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: La
         layout: Of the model.
 
     Raises:
-        OptimizerError: It holds tensors that are no parameters of the model, or already has state for old ones.
+        OptimizerError: It holds tensors that are no parameters of the model, or already has state for old ones; or the
+            plan shards what it needs whole.
     """
     optimizer = make if isinstance(make, Optimizer) else _made(make, model)
     if not isinstance(optimizer, Optimizer):
@@ -71,8 +83,22 @@ def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: La
         )
     _repoint(optimizer, model, layout)
     if isinstance(model, ShardedUpdate):
-        model.take_over(optimizer, whole=type(optimizer) not in ELEMENTWISE)
+        _require_per_parameter(optimizer)
+        model.take_over(optimizer, whole=not is_elementwise(optimizer))
+    if layout.shards and type(optimizer) not in ELEMENTWISE:
+        require_shardable(optimizer)
     return optimizer
+
+
+def _require_per_parameter(optimizer: Optimizer) -> None:
+    if is_per_parameter(optimizer):
+        return
+    kind = type(optimizer).__name__
+    raise OptimizerError(
+        f"zero=1 deals the parameters out to ranks, and {kind} may need all of them at once, e.g. for a norm over all; "
+        f"if it steps each by itself, say so in its class: per_parameter = True, or elementwise = True where it treats "
+        "each element by itself; else type zero=0"
+    )
 
 
 def _made(make: MakeOptimizer, model: nn.Module) -> Optimizer:
@@ -111,8 +137,10 @@ def _successors(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
     return successors
 
 
-def trained(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those of ``parameters`` that require a gradient, with those of the optimizer."""
-    unique = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
+def trained(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those of ``model`` that require a gradient, with all their pieces and what the optimizer holds."""
+    unique = {id(parameter): parameter for parameter in model.parameters() if parameter.requires_grad}
+    if isinstance(model, ShardedUpdate):  # of those too that the optimizer doesn't step: they count in the norm
+        unique |= {id(piece): piece for _, piece in model.named_pieces()}
     unique |= {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     return list(unique.values())

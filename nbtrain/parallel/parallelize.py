@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from nbtrain.errors import ModelError, PlanError, UsageError
-from nbtrain.parallel import batchnorm, live, own_loop, preflight
+from nbtrain.parallel import batchnorm, instancenorm, live, own_loop, preflight
 from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.blueprint import blueprint_of
 from nbtrain.parallel.broadcast import broadcast_weights
@@ -179,6 +179,7 @@ def _prepare(model: nn.Module, layout: Layout, deferred: Deferred | None = None)
     unmix(model)
     if layout.group is not None:
         batchnorm.normalise_globally(model, layout.group)
+        instancenorm.track_globally(model, layout.group)
     _change_forward(model, layout)
     return _wrap(model, layout, deferred)
 

@@ -10,7 +10,7 @@
 
 It is torch's non-reentrant checkpoint inside the block's forward: hooks of FSDP are outside of it, and what it gathers
 in backward is there when the block runs again. The second forward draws the same random numbers, and leaves no trace in
-buffers: batch statistics would be counted twice.
+buffers and counters: batch statistics would be counted twice.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from nbtrain.errors import ModelError
 from nbtrain.parallel.blocks import repeated_blocks
+from nbtrain.parallel.counters import Counters
 from nbtrain.parallel.mixin import Mixin, mix
 
 _KEPT_NAMES = (
@@ -64,13 +65,13 @@ class Recomputed(Mixin):
             return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         # one by one: torch looks for changes in place, and for GPUs with random states, among the arguments only
         leaves, form = tree_flatten((args, kwargs))
-        buffers = _Buffers(self)  # type: ignore[arg-type]  # an nn.Module beside it
+        block: Any = self  # an nn.Module beside it
 
         def run_leaves(*leaves: Any) -> Any:
             args, kwargs = tree_unflatten(leaves, form)
             return run(*args, **kwargs)
 
-        around = functools.partial(_around, buffers, contexts)
+        around = functools.partial(_around, _Buffers(block), Counters(block), contexts)
         return checkpoint(run_leaves, *leaves, use_reentrant=False, context_fn=around)
 
 
@@ -109,10 +110,13 @@ def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def _around(buffers: _Buffers, contexts: Callable[[], tuple[Any, Any]]) -> tuple[_Nested, _Nested]:
+def _around(buffers: _Buffers, counters: Counters, contexts: Callable[[], tuple[Any, Any]]) -> tuple[_Nested, _Nested]:
     """What the first forward and the next ones run in. Buffers are copied outside of what watches operations."""
     first, again = contexts()
-    return _Nested(buffers.noted, lambda: first), _Nested(_explained, buffers.untouched, lambda: again)
+    return (
+        _Nested(counters.noted, buffers.noted, lambda: first),
+        _Nested(_explained, counters.untouched, buffers.untouched, lambda: again),
+    )
 
 
 class _Nested:

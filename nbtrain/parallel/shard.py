@@ -4,6 +4,7 @@ forward to backward (ZeRO-2)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
 
+from nbtrain.errors import ModelError
 from nbtrain.parallel.blocks import repeated_blocks, self_contained
 from nbtrain.parallel.offload import shard_offload
 from nbtrain.parallel.precision import shard_policy
@@ -80,6 +82,29 @@ def reshard(model: nn.Module) -> None:
     """
     for module in _sharded(model):
         module.reshard()
+
+
+_REACHED_PAST = ("out of bounds for storage of size 0", "got mixed torch.Tensor and DTensor")
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Names the cure where backward reaches parameters of a block that FSDP doesn't know to gather.
+
+    It gathers where backward comes to a block's outputs: what a block leaves elsewhere has its gradient come unseen.
+
+    Raises:
+        ModelError: In the stead of torch's RuntimeError about storage of size 0.
+    """
+    try:
+        yield
+    except RuntimeError as problem:
+        if not any(part in str(problem) for part in _REACHED_PAST):
+            raise
+        raise ModelError(
+            "backward needs parameters of a block that were not gathered: most likely its forward leaves something "
+            "that the loss reads on the module (self.aux = ...); return it as an output of the block, or type zero=2"
+        ) from problem
 
 
 def recover(model: nn.Module) -> None:

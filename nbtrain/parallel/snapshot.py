@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 
 class Snapshot:
@@ -37,5 +37,5 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def _statistics(model: nn.Module) -> list[torch.Tensor]:
-    layers = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    layers = (module for module in model.modules() if isinstance(module, _NormBase))
     return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from nbtrain.errors import ModelError
 from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.tensor.parts import take_part
 from nbtrain.parallel.tensor.state import whole_of
 from nbtrain.parallel.update import ShardedUpdate
@@ -53,7 +55,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], layout: Lay
         raise ModelError("the state does not fit the model: " + "; ".join(problems))
     with torch.no_grad():
         for name, value in own.items():
-            if isinstance(value, torch.Tensor):
+            if _is_extra(name):
+                _set_extra(model, name, state[name])
+            elif isinstance(value, torch.Tensor):
                 value.copy_(_like(value, part_of(name, state[name], layout)))
 
 
@@ -91,6 +95,16 @@ def whole_shape(name: str, tensor: torch.Tensor, layout: Layout) -> tuple[int, .
     return tuple(shape)
 
 
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _set_extra(model: nn.Module, name: str, value: Any) -> None:
+    """What a module keeps beside tensors, by ``get_extra_state`` and ``set_extra_state``."""
+    inner = model.module if isinstance(model, Replica) else model
+    inner.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+
+
 def _like(value: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """``whole`` laid out as ``value`` is."""
     moved = whole.detach().to(value.device, value.dtype)
@@ -108,7 +122,8 @@ def _name_problems(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str
 
 
 def _shape_problems(own: Mapping[str, Any], state: Mapping[str, Any], layout: Layout) -> list[str]:
-    shapes = {n: whole_shape(n, value, layout) for n, value in own.items() if isinstance(value, torch.Tensor)}
+    tensors = {n: value for n, value in own.items() if isinstance(value, torch.Tensor) and not _is_extra(n)}
+    shapes = {name: whole_shape(name, value, layout) for name, value in tensors.items()}
     return [
         f"'{name}' is {tuple(state[name].shape)} and must be {shape}"
         for name, shape in shapes.items()

@@ -31,7 +31,7 @@ from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.mirror import Mirror
-from nbtrain.parallel.optimizer import ELEMENTWISE
+from nbtrain.parallel.optimizer import is_elementwise
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.scaler import Scaling
@@ -81,18 +81,16 @@ class Stepper:
     def __post_init__(self) -> None:
         live.track_steps(self)
         self._spread = Spread(self.model, self.layout, self.parameters)
-        self._shape = self._count()
+        self._laid_out = self._signature()
         if self.layout.plan.precision == "fp16":
             self.scaling = Scaling()
 
     def step(self, whole: Batch, accumulate: int) -> float:
         """The global mean loss. Whatever raises, the weights stay and the next step starts afresh."""
         self.require_whole()
-        if self._count() != self._shape:
-            raise ModelError(
-                "parameters were added, removed, frozen or unfrozen after the trainer was made, and it does not train "
-                "them; make the model again and a new Trainer of it"
-            )
+        self._require_unchanged()
+        if isinstance(self.model, ShardedUpdate):
+            self.model.claim(self.optimizer)
         if torch.is_inference_mode_enabled():
             raise UsageError("a step needs gradients; call trainer.step outside torch.inference_mode()")
         if self.layout.loop is not None:
@@ -207,7 +205,7 @@ class Stepper:
 
     def _step_optimizer(self) -> None:
         if "optimizer" in (self.layout.plan.offload or ()):
-            offload.step(self.optimizer, type(self.optimizer) in ELEMENTWISE)
+            offload.step(self.optimizer, is_elementwise(self.optimizer))
         else:
             self.optimizer.step()
 
@@ -227,7 +225,8 @@ class Stepper:
                 if self.layout.usage is not None:
                     self.layout.usage.watch()
                 # DDP and FSDP take the mean over ranks
-                loss.over(self._divisor / self.layout.dp).backward()  # type: ignore[no-untyped-call]
+                with shard.explained() if self.layout.shards else contextlib.nullcontext():
+                    loss.over(self._divisor / self.layout.dp).backward()  # type: ignore[no-untyped-call]
             tally.add(loss)
         return tally
 
@@ -312,10 +311,22 @@ class Stepper:
             self._snapshot.restore()
         self.phase = Phase(Stage.STEPPED, self.phase.num_steps)
 
-    def _count(self) -> tuple[int, int]:
-        """Parameters, and those that train."""
-        parameters = list(self.model.parameters())
-        return len(parameters), sum(parameter.requires_grad for parameter in parameters)
+    def _require_unchanged(self) -> None:
+        if self.layout.shards:
+            shard.reshard(self.model)  # behind a forward outside of a step FSDP has other parameters in their place
+        now = self._signature()
+        if len(now) != len(self._laid_out) or any(
+            parameter is not before or trains != trained
+            for (parameter, trains), (before, trained) in zip(now, self._laid_out, strict=True)
+        ):
+            raise ModelError(
+                "parameters were added, removed, replaced, frozen or unfrozen after the trainer was made, and it does "
+                "not train them; make the model again and a new Trainer of it"
+            )
+
+    def _signature(self) -> list[tuple[nn.Parameter, bool]]:
+        """The parameters, and whether each trains."""
+        return [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
 
     @property
     def device(self) -> torch.device:

@@ -28,9 +28,11 @@ class Tally:
         # Apple's GPUs have no float64
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums = torch.zeros(5, dtype=self._dtype, device=device)
+        self._cure = ""
 
     def add(self, loss: Loss) -> None:
         self._sums += self._row(loss.sum, loss.weight, 1.0, loss.ignored, loss.ignored**2)
+        self._cure = loss.cure
 
     def reduce(
         self,
@@ -57,9 +59,8 @@ class Tally:
         loss_sum, weight, *rest = vector.tolist()
         ranks, references, squares, steps, step_squares, total_squares, *totals = rest[3:]
         agreed = not (_spread(ranks, references, squares) or _spread(ranks, steps, step_squares))
-        return Totals(
-            loss_sum / copies, weight / copies, total_squares, totals, uneven=_spread(*rest[0:3]), agreed=agreed
-        )
+        uneven = _spread(*rest[0:3])
+        return Totals(loss_sum / copies, weight / copies, total_squares, totals, uneven, agreed, self._cure)
 
     def _row(self, *values: Any) -> torch.Tensor:
         if not any(isinstance(value, torch.Tensor) for value in values):
@@ -78,6 +79,7 @@ class Totals:
         marks: For each parameter, how many ranks reached it.
         uneven: Whether means were taken over shares with different numbers of ignored targets.
         agreed: Whether all ranks took the same step and divided by the same reference.
+        cure: What to return in the place of an uneven mean, as this rank saw it; "" where it saw none.
     """
 
     loss_sum: float
@@ -86,6 +88,7 @@ class Totals:
     marks: list[float]
     uneven: bool
     agreed: bool
+    cure: str = ""
 
     @property
     def mean(self) -> float:
@@ -109,9 +112,9 @@ class Totals:
             )
         if self.uneven:
             raise BatchError(
-                "ignored or weighted targets fall unevenly on ranks or chunks, so that the mean of their means isn't "
-                "the mean; let loss_fn return (sum, count): lambda output, target: (F.cross_entropy(output.flatten(0, "
-                "-2), target.flatten(), reduction='sum'), (target != -100).sum())"
+                "ignored, weighted or left out targets fall unevenly on ranks or chunks, so that the mean of their "
+                "means isn't the mean; let loss_fn return (sum, count), the sum of the losses and what they divide by"
+                + (f", of the tensors that it takes the mean of now: {self.cure}" if self.cure else "")
             )
 
 

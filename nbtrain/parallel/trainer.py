@@ -41,7 +41,10 @@ class Trainer:
     Args:
         model: The same on every rank in names and shapes; laid out here, unless `parallelize` did it before.
         plan: How it lies on the ranks; None takes that of ``%%distributed --plan``, else ``Plan()``.
-        optimizer: Called with the trained parameters after sharding. One that was built before is re-pointed.
+        optimizer: Called with the trained parameters after sharding. One that was built before is re-pointed. With
+            ``zero=1`` ranks step different parameters: a class of one's own that steps each parameter by itself says so
+            by a class attribute, ``per_parameter = True``, or ``elementwise = True`` where it does each element by
+            itself, which may then be cut. torch's are known.
         loss_fn: ``loss_fn(output, *targets)`` returns a mean over samples, or ``(sum, count)``: then the global
             loss is the sum over all ranks and chunks divided by their count, however unevenly that falls. None:
             the model's forward gives the loss, as a scalar, ``.loss`` or the one scalar in a tuple.
@@ -99,7 +102,7 @@ class Trainer:
         self._stepper = Stepper(
             self.model,
             layout,
-            trained(self.model.parameters(), self.optimizer),
+            trained(self.model, self.optimizer),
             self.optimizer,
             loss_fn,
             _make_scheduler(scheduler, self.optimizer),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -61,3 +66,35 @@ def _set_rates(holder: Any) -> bool:
 
 def _is_rate(holder: Any, key: str) -> bool:
     return "drop" in key or (key == "p" and isinstance(holder, _DropoutNd))
+
+
+_DROPPING = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+@contextlib.contextmanager
+def functions_without_dropout() -> Iterator[set[str]]:
+    """torch.nn.functional's drop nothing inside; which of them would have, as "F.NAME"."""
+    found: set[str] = set()
+    originals = {name: getattr(F, name) for name in _DROPPING}
+    for name, function in originals.items():
+        setattr(F, name, _dropping_nothing(name, function, found))
+    try:
+        yield found
+    finally:
+        for name, function in originals.items():
+            setattr(F, name, function)
+
+
+def _dropping_nothing(name: str, function: Callable[..., Any], found: set[str]) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def dropping_nothing(*args: Any, **options: Any) -> Any:
+        call = signature.bind(*args, **options)
+        call.apply_defaults()
+        if call.arguments["training"] and call.arguments["p"]:
+            found.add(f"F.{name}")
+            call.arguments["p"] = 0.0
+        return function(*call.args, **call.kwargs)
+
+    return dropping_nothing

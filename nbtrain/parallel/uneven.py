@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_structure
 
 from nbtrain.parallel.batch import Batch
-from nbtrain.parallel.batchnorm import GlobalBatchNorm, Silent
+from nbtrain.parallel.batchnorm import SharedStatistics, Silent
 from nbtrain.parallel.loss import Loss, LossFn, compute_loss
 from nbtrain.parallel.usage import Usage, leaves
 
@@ -70,7 +70,7 @@ def silent(value: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _uncounted(model: nn.Module, usage: Usage | None) -> Iterator[None]:
-    layers = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
+    layers = [module for module in model.modules() if isinstance(module, SharedStatistics)]
     for layer in layers:
         layer.counts = False
     try:

@@ -101,7 +101,21 @@ class ShardedUpdate(Replica):
                 )
             self.arrange(whole=whole)
         self.shares = True
+        self.claim(optimizer)
+
+    def claim(self, optimizer: Optimizer) -> None:
+        """Puts pieces in the place of parameters, as ``add_param_group`` may have given some since.
+
+        Raises:
+            OptimizerError: It steps on their pieces already.
+        """
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         pieces = {id(parameter): piece for parameter, piece in self._pairs()}
+        twice = {id(pieces[id(parameter)]) for parameter in held if id(parameter) in pieces} & set(map(id, held))
+        if twice:
+            raise OptimizerError(
+                f"add_param_group got {len(twice)} parameters that the optimizer has already; each may be in one group"
+            )
         for group in optimizer.param_groups:
             group["params"] = [pieces.get(id(parameter), parameter) for parameter in group["params"]]
 

@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -31,7 +32,7 @@ from nbtrain.parallel.precision import DTYPES
 from nbtrain.parallel.report import Report, Row
 from nbtrain.parallel.state import full_gradients
 from nbtrain.parallel.trainer import Trainer
-from nbtrain.parallel.traits import traits_of, without_dropout
+from nbtrain.parallel.traits import functions_without_dropout, traits_of, without_dropout
 from nbtrain.plan import Plan
 
 MakeModel = Callable[[], nn.Module]
@@ -60,7 +61,8 @@ def verify(
     """Trains a model by ``plan`` and on one device, and compares loss by loss and tensor by tensor.
 
     Collective. Each rank computes the whole batch as one device, in plain torch, and its share of it by the plan; what
-    any rank finds is in the report of all. Dropout is off in both, since its masks differ between layouts.
+    any rank finds is in the report of all. Dropout is off in both, since its masks differ between layouts. With
+    ``accumulate`` one device takes the batch at once, but where norms keep statistics of the chunks.
 
     Args:
         make_model: Called twice on each rank after ``torch.manual_seed``, on rank 0 with ``seed``; the weights that
@@ -98,7 +100,10 @@ def verify(
     options = {"grad_clip": grad_clip, "accumulate": accumulate, "probe": _inputs(whole, loss_fn)}
     trainer = Trainer(planned, plan, optimizer=make, loss_fn=loss_fn, **options)
     single = _OneDevice.of(make_model, seed, make, loss_fn, trainer, grad_clip)
-    rows = list(_compare(single, trainer, whole, steps, accumulate, tolerance or _RELATIVE.get(plan.precision, 1e-1)))
+    relative = tolerance or _RELATIVE.get(plan.precision, 1e-1)
+    with functions_without_dropout() as dropped:
+        rows = list(_compare(single, trainer, whole, steps, accumulate, relative))
+    quiet += sorted(dropped)
     return _report(merged(rows), trainer.plan, steps, single, quiet)
 
 
@@ -116,6 +121,7 @@ class _OneDevice:
 
     Attributes:
         draws: Whether its forward has drawn random numbers.
+        updated: Buffers that its forward has changed, but for those of norms.
     """
 
     model: nn.Module
@@ -125,6 +131,7 @@ class _OneDevice:
     grad_clip: float | None
     device: torch.device
     draws: bool = False
+    updated: set[str] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -145,18 +152,25 @@ class _OneDevice:
         optimizer = make([parameter for parameter in model.parameters() if parameter.requires_grad])
         return cls(model, optimizer, loss_fn, DTYPES.get(like.plan.precision), grad_clip, device)
 
-    def step(self, batch: Batch) -> float:
-        """The mean loss of the whole batch."""
-        self.optimizer.zero_grad()
-        before = torch.get_rng_state()
-        loss = compute_loss(self._forward, self.loss_fn, batch.to(self.device))
+    def step(self, chunks: list[Batch]) -> float:
+        """The mean loss of all chunks."""
+        self.model.zero_grad()  # the optimizer may hold some of the parameters only
+        samples = float(sum(chunk.num_samples for chunk in chunks))
+        before, buffers = torch.get_rng_state(), dict(_own_buffers(self.model))
+        losses = []
+        for chunk in chunks:
+            losses.append(compute_loss(self._forward, self.loss_fn, chunk.to(self.device)))
+            losses[-1].over(samples).backward()  # type: ignore[no-untyped-call]
         self.draws |= not torch.equal(before, torch.get_rng_state())
-        mean = loss.value / loss.weight if loss.is_sum else loss.value
-        mean.backward()  # type: ignore[no-untyped-call]
+        self.updated |= {name for name, now in _own_buffers(self.model) if not _equal(buffers.get(name), now)}
+        weight = float(sum(loss.weight for loss in losses))
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= samples / weight
         if self.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
         self.optimizer.step()
-        return float(mean.detach())
+        return float(sum(loss.sum for loss in losses)) / weight
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.dtype is None:
@@ -172,12 +186,13 @@ def _compare(
     single: _OneDevice, trainer: Trainer, batch: Batch, steps: int, accumulate: int, relative: float
 ) -> Iterator[Row]:
     share = batch.chunks(trainer.plan.dp)[meshes.data_coordinate(trainer.plan, meshes.rank())]
+    chunks = _chunks_of_one_device(single.model, batch, trainer.plan.dp, accumulate)
     parameters = dict(single.model.named_parameters())
     # weights are fp32 before the first step, whatever the plan computes in
     yield from rows_of("weights", 0, single.model.state_dict(), trainer.state_dict(), min(relative, _RELATIVE["fp32"]))
     for step in range(1, steps + 1):
         allowed = relative * step
-        expected = single.step(batch)
+        expected = single.step(chunks)
         loss = float(trainer.step(*share.positional, **share.named))
         of_loss = min(allowed, _LOSS * step) if relative > _LOSS else allowed
         yield from rows_of("loss", step, {"": torch.tensor(expected)}, {"": torch.tensor(loss)}, of_loss)
@@ -189,22 +204,44 @@ def _compare(
         yield from rows_of("buffer", step, _only(before, buffers), after, allowed)
 
 
+def _chunks_of_one_device(model: nn.Module, batch: Batch, dp: int, accumulate: int) -> list[Batch]:
+    """The whole batch at once; where statistics are of chunks, the same chunks that the ranks take together."""
+    if accumulate == 1 or not any(isinstance(module, _NormBase) for module in model.modules()):
+        return [batch]
+    by_rank = [share.chunks(accumulate) for share in batch.chunks(dp)]
+    return [batch.joined(chunks) for chunks in zip(*by_rank, strict=True)]
+
+
+def _own_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of those that are no statistics of norms."""
+    for prefix, module in model.named_modules():
+        if not isinstance(module, _NormBase):
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                yield name, buffer.clone()
+
+
+def _equal(before: torch.Tensor | None, now: torch.Tensor) -> bool:
+    return before is not None and before.shape == now.shape and bool(((before == now) | (now != now)).all())
+
+
 def _only(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     return {name: state[name] for name in names}
 
 
 def _report(rows: tuple[Row, ...], plan: Plan, steps: int, single: _OneDevice, quiet: list[str]) -> Report:
     traits = traits_of(single.model)
-    notes = (
-        [f"dropout was off in {len(quiet)} module{'s' * (len(quiet) > 1)}: masks differ between layouts"]
-        if quiet
-        else []
-    )
+    notes = [f"dropout was off in {_told(quiet)}: masks differ between layouts"] if quiet else []
     if single.draws:
         notes.append("the model draws random numbers in its forward, which differ between layouts")
     size = meshes.world_size()
-    cause = likely_cause(rows, plan, size, traits, draws=single.draws)
+    cause = likely_cause(rows, plan, size, traits, draws=single.draws, updated=single.updated)
     return Report(plan, size, steps, rows, tuple(notes), traits, cause)
+
+
+def _told(quiet: list[str]) -> str:
+    functions = [name for name in quiet if name.startswith("F.")]
+    count = len(quiet) - len(functions)
+    return " and ".join([f"{count} module{'s' * (count > 1)}"] * bool(count) + functions)
 
 
 def _build(make_model: MakeModel, seed: int) -> tuple[nn.Module, list[str]]:

@@ -1,5 +1,6 @@
-"""`GlobalBatchNorm` against torch's own on the whole batch."""
+"""Norms over all ranks against torch's own on the whole batch."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from ranks import run_ranks
 from torch import nn
 
 from nbtrain.parallel.batchnorm import GlobalBatchNorm, normalise_globally
+from nbtrain.parallel.instancenorm import track_globally
 
 
 def pair(make: Any) -> tuple[nn.Module, nn.Module]:
@@ -74,6 +76,36 @@ def test_values_far_from_zero_keep_their_variance() -> None:
         x = torch.tensor([[10_000.0], [10_001.0]])
         # E[x^2] - E[x]^2 would be 0 in fp32
         torch.testing.assert_close(twin(x), torch.tensor([[-1.0], [1.0]]), rtol=1e-4, atol=1e-4)
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(nn.InstanceNorm1d, (5,)), (nn.InstanceNorm2d, (5, 3)), (nn.InstanceNorm3d, (5, 3, 2))]
+)
+def test_running_statistics_of_instances_count_all_samples(kind: Any, shape: tuple[int, ...]) -> None:
+    def on_rank() -> None:
+        torch.manual_seed(0)
+        plain = kind(4, track_running_stats=True)
+        net = nn.Sequential(kind(4, track_running_stats=True), kind(4))
+        track_globally(net, torch.distributed.group.WORLD)
+        assert type(net[1]) is kind
+        twin = net[0]
+        for _ in range(2):
+            whole = torch.randn(5, 4, *shape) * 2 + 3
+            expected, output = plain(whole), twin(whole.split((4, 1))[rank()])
+            torch.testing.assert_close(output, expected.split((4, 1))[rank()])
+        copied = copy.deepcopy(twin)
+        twin.counts = rank() == 0  # the other one stands in for nothing
+        plain(whole[:4])
+        twin(whole.split((4, 1))[rank()])
+        torch.testing.assert_close(dict(twin.state_dict()), dict(plain.state_dict()))
+        twin.counts = False
+        twin(whole)
+        torch.testing.assert_close(dict(twin.state_dict()), dict(plain.state_dict()))
+        twin.eval()
+        torch.testing.assert_close(twin(whole), plain.eval()(whole))
+        assert copied.group is twin.group
 
     run_ranks(on_rank, 2)
 

@@ -118,6 +118,34 @@ def test_a_block_runs_again_from_the_buffers_that_it_had(kind: str) -> None:
     assert got["0.calls"] == 6
 
 
+class Numbered(nn.Module):
+    """A layer whose output depends on attributes that it changes, of which one is there from the first forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.num_calls, self.is_odd = nn.Linear(8, 8), 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = getattr(self, "scale", 2.0) * 0.5
+        self.num_calls += 1
+        self.is_odd = not self.is_odd
+        return torch.tanh(self.layer(x)) * self.num_calls * self.scale + self.is_odd * x
+
+
+@pytest.mark.parametrize(("spec", "ranks"), [("zero=0", 1), ("zero=3", 2)])
+def test_a_block_runs_again_from_the_counters_that_it_had(spec: str, ranks: int) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Sequential(Numbered()), nn.Sequential(Numbered()))
+
+    def on_rank() -> None:
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 8)
+        expected = trained(make, batch, F.mse_loss, spec, "none", accumulate=2)
+        got = trained(make, batch, F.mse_loss, spec, "full", accumulate=2)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+    run_ranks(on_rank, ranks)
+
+
 def test_a_buffer_that_begins_to_change_is_an_error_once() -> None:
     net = nn.Sequential(Remembering(late=True), nn.Identity())
     trainer = nt.Trainer(

@@ -202,6 +202,34 @@ def test_a_state_goes_from_one_layout_into_another() -> None:
     run_ranks(on_rank, 4)
 
 
+class Extra(nn.Linear):
+    """Keeps a tensor of any shape and a number beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.seen: list[float] = []
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": torch.tensor(self.seen)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"].tolist()
+
+
+@pytest.mark.parametrize("spec", ["zero=0", "zero=1", "zero=3"])
+def test_a_state_has_what_modules_keep_beside_tensors(spec: str) -> None:
+    def on_rank() -> None:
+        for make in (Extra, lambda: nn.Sequential(Extra())):
+            one, other = (
+                nt.Trainer(make(), nt.Plan.parse(spec), optimizer=sgd, loss_fn=F.mse_loss) for make in (make, make)
+            )
+            next(module for module in one.model.modules() if isinstance(module, Extra)).seen = [1.0, 2.0]
+            other.load_state_dict(one.state_dict())
+            assert next(module for module in other.model.modules() if isinstance(module, Extra)).seen == [1.0, 2.0]
+
+    run_ranks(on_rank, 2)
+
+
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     trainer = nt.Trainer(Two(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss)
     before = trainer.state_dict()
@@ -272,6 +300,64 @@ def test_a_frozen_base_stays_frozen() -> None:
         case = models.Case(Adapted, models.CASES["mlp"].batch, F.mse_loss)
         for spec in ("zero=0", "zero=2", "zero=3"):
             parity.check_case(case, spec, parity.Run(accumulate=2, grad_clip=0.5), parity.FP32)
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("spec", ["zero=0", "zero=1", "zero=3"])
+def test_parameters_that_take_the_place_of_others_are_an_error(spec: str) -> None:
+    def swap_frozen(model: Any) -> None:
+        model.layers[0].weight.requires_grad_(False)
+        model.layers[2].weight.requires_grad_(True)
+
+    def replace_head(model: Any) -> None:
+        model.layers[2] = nn.Linear(33, 17)
+
+    def on_rank() -> None:
+        for change in (swap_frozen, replace_head):
+            model = models.MLP()
+            model.layers[2].weight.requires_grad_(False)
+            trainer = nt.Trainer(model, nt.Plan.parse(spec), optimizer=sgd, loss_fn=F.mse_loss)
+            batch = torch.ones(2, 8), torch.ones(2, 3)
+            trainer.step(*batch)
+            trainer.model(batch[0])  # leaves FSDP's gathered parameters in the module
+            trainer.step(*batch)
+            change(trainer.model)
+            with pytest.raises(ModelError, match="replaced, frozen or unfrozen after the trainer was made"):
+                trainer.step(*batch)
+
+    run_ranks(on_rank, 2)
+
+
+class Gated(nn.Module):
+    """A block that leaves a loss of its own on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = x + self.layer(x)
+        self.aux = self.gate(x).logsumexp(-1).mean()
+        return output
+
+
+@pytest.mark.parametrize("spec", ["zero=3", "zero=3,recompute=full"])
+def test_a_loss_that_goes_past_the_outputs_of_a_block_is_an_error_with_the_cure(spec: str) -> None:
+    def on_rank() -> None:
+        blocks = nn.ModuleList([Gated(), Gated(), Gated()])
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*blocks))
+        trainer = nt.Trainer(
+            model,
+            nt.Plan.parse(spec),
+            optimizer=sgd,
+            loss_fn=lambda output, target: F.mse_loss(output, target) + sum(block.aux for block in blocks),
+        )
+        before = trainer.state_dict()
+        for _ in range(2):
+            with pytest.raises(ModelError, match=r"self\.aux = .*return it as an output of the block, or type zero=2"):
+                trainer.step(torch.ones(2, 8), torch.ones(2, 8))
+        torch.testing.assert_close(trainer.state_dict(), before, rtol=0, atol=0)
 
     run_ranks(on_rank, 2)
 

@@ -45,6 +45,49 @@ def test_accumulating_and_clipping_equal_one_device(spec: str, ranks: int) -> No
     run_ranks(on_rank, ranks)
 
 
+def some(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(params)[1:3], lr=0.1)
+
+
+def test_parameters_that_the_optimizer_does_not_step_count_in_the_norm() -> None:
+    def on_rank() -> None:
+        trainer = trainer_of(grad_clip=0.1, optimizer=some)
+        torch.manual_seed(0)
+        one = models.MLP()
+        optimizer = some(one.parameters())
+        for step in range(2):
+            one.zero_grad()
+            x, y = (torch.cat(parts) for parts in zip(batch(step, of=0), batch(step, of=1), strict=True))
+            F.mse_loss(one(x), y).backward()
+            norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            optimizer.step()
+            trainer.step(*batch(step))
+            assert trainer.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+            trainer.model.gather_gradients()
+            expected = {name: parameter.grad for name, parameter in one.named_parameters()}
+            found = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+            torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(trainer.state_dict(), dict(one.state_dict()))
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_group_that_is_added_later_trains() -> None:
+    def on_rank() -> None:
+        trainer, other = trainer_of(optimizer=some), trainer_of("zero=0", optimizer=some)
+        for one in (trainer, other):
+            one.step(*batch(0))
+            first, *_ = one.model.parameters()
+            one.optimizer.add_param_group({"params": [first], "lr": 0.2})
+            one.step(*batch(1))
+        torch.testing.assert_close(trainer.state_dict(), other.state_dict())
+        trainer.optimizer.add_param_group({"params": [first for first, *_ in [trainer.model.parameters()]]})
+        with pytest.raises(OptimizerError, match="got 1 parameters that the optimizer has already"):
+            trainer.step(*batch(2))
+
+    run_ranks(on_rank, 2)
+
+
 def test_bf16_stays_near_fp32() -> None:
     def on_rank() -> None:
         for model in models.CASES:
@@ -74,6 +117,8 @@ def test_every_element_wise_optimizer_equals_one_device() -> None:
 
 class Own(torch.optim.SGD):
     """Takes the mean out of each gradient: no piece has the mean of the whole."""
+
+    per_parameter = True
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -118,13 +163,60 @@ def test_an_optimizer_that_needs_whole_parameters_gets_them_dealt_out(make: Any)
     run_ranks(on_rank, 2)
 
 
+class Coupled(torch.optim.SGD):
+    """Divides by the norm over all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
+        norm = sum(parameter.grad.square().sum() for parameter in held).sqrt()
+        for parameter in held:
+            parameter.grad.div_(norm)
+        super().step()
+
+
+class Clamped(torch.optim.SGD):
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-0.01, 0.01)
+        super().step()
+
+
+def test_an_optimizer_of_ones_own_says_what_it_needs() -> None:
+    def on_rank() -> None:
+        with pytest.raises(OptimizerError, match=r"Coupled may need all of them.*per_parameter = True.*type zero=0"):
+            trainer_of(optimizer=lambda params: Coupled(params, lr=0.1))
+        for spec in ("zero=0", "zero=3"):
+            check("mlp", spec, Run(optimizer=lambda params: Coupled(params, lr=0.1)))
+        check("mlp", "zero=1", Run(optimizer=lambda params: Clamped(params, lr=0.1, momentum=0.9)))
+        assert not trainer_of(optimizer=lambda params: Clamped(params, lr=0.1)).model.whole
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop])
+def test_an_optimizer_that_torch_cannot_run_on_shards_is_refused(kind: Any) -> None:
+    def on_rank() -> None:
+        for spec in ("zero=2", "zero=3"):
+            with pytest.raises(OptimizerError, match=rf"{kind.__name__} cannot step sharded parameters.*type zero=1"):
+                trainer_of(spec, optimizer=lambda params: kind(params, lr=0.1))
+        check("mlp", "zero=1", Run(optimizer=lambda params: kind(params, lr=0.01)), Tolerance(atol=2e-4, rtol=2e-5))
+
+    run_ranks(on_rank, 2)
+
+
 def trainer_of(spec: str = "zero=1", make: Any = models.MLP, **options: Any) -> nt.Trainer:
     torch.manual_seed(0)
     return nt.Trainer(make(), nt.Plan.parse(spec), **{"optimizer": adamw, "loss_fn": F.mse_loss, **options})
 
 
-def batch(step: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + rank())
+def batch(step: int, size: int = 4, of: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + (rank() if of is None else of))
     return torch.randn(size, 8, generator=generator), torch.randn(size, 3, generator=generator)
 
 

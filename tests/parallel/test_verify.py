@@ -87,6 +87,39 @@ def test_dropout_is_off_and_told() -> None:
     run_ranks(on_rank, 2)
 
 
+def test_dropout_of_functions_is_off_and_told() -> None:
+    class Dropping(models.MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(super().forward(F.alpha_dropout(x, 0.1, True)), 0.5, self.training)
+
+    def on_rank() -> None:
+        original = F.dropout
+        report = nt.verify(Dropping, nt.Plan(zero=0), batch_of("mlp")).raise_()
+        assert "dropout was off in F.alpha_dropout and F.dropout: masks" in str(report)
+        assert F.dropout is original
+
+    run_ranks(on_rank, 2)
+
+
+def test_one_device_takes_the_same_chunks_where_their_statistics_count() -> None:
+    def on_rank() -> None:
+        for size in (8, 11):
+            nt.verify(models.ConvNet, nt.Plan(zero=0), batch_of("conv", size), accumulate=2).raise_()
+
+    run_ranks(on_rank, 2)
+
+
+def test_an_optimizer_of_some_parameters_is_verified() -> None:
+    def some(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(params)[:2], lr=0.1)
+
+    def on_rank() -> None:
+        for zero in (0, 1):
+            nt.verify(models.MLP, nt.Plan(zero=zero), batch_of("mlp"), optimizer=some, grad_clip=0.1).raise_()
+
+    run_ranks(on_rank, 2)
+
+
 # --- what is wrong ---
 
 
@@ -211,7 +244,7 @@ def test_faults_of_a_layout_are_named(
 def drawing() -> nn.Module:
     class Net(models.MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.dropout(self.layers(x), 0.5)
+            return self.layers(x) + torch.randn(3)
 
     return Net()
 
@@ -253,6 +286,23 @@ def another_rate() -> Callable[[Any], torch.optim.Optimizer]:
     return lambda params: torch.optim.SGD(params, lr=rates.pop())
 
 
+class Averaging(models.MLP):
+    """Keeps a mean of its inputs, and of its calls a count that is the same everywhere."""
+
+    mean: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        self.calls += 1
+        return super().forward(x - self.mean)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "first", "cause"),
     [
@@ -260,8 +310,9 @@ def another_rate() -> Callable[[Any], torch.optim.Optimizer]:
         (from_numpy, {}, "weights", "make_model gives others each time"),
         (models.MLP, {"optimizer": another_rate()}, "parameter", "the optimizer: loss and gradients are the same"),
         (models.MLP, {"tolerance": 1e-12}, None, ""),
+        (Averaging, {}, "loss", "buffers that forward updates from a rank's own samples: 'mean'. Take"),
     ],
-    ids=["random", "numpy", "rate", "tolerance"],
+    ids=["random", "numpy", "rate", "tolerance", "buffer"],
 )
 def test_faults_of_the_users_own_are_named(
     make: Callable[[], nn.Module], options: dict[str, Any], first: str | None, cause: str
