@@ -82,6 +82,8 @@ class Stepper:
         live.track_steps(self)
         self._spread = Spread(self.model, self.layout, self.parameters)
         self._laid_out = self._signature()
+        if self.layout.loop is not None:
+            self.layout.loop.taken_over = True
         if self.layout.plan.precision == "fp16":
             self.scaling = Scaling()
 

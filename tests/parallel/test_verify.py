@@ -66,7 +66,7 @@ def test_one_device_without_ranks() -> None:
     assert report.ok
     assert report.world_size == 1
     assert pickle.loads(pickle.dumps(report)) == report
-    assert report._repr_html_().startswith("<div style='color:#1a7f37")
+    assert report._repr_html_().startswith("<div style='color:var(--jp-success-color1, #1a7f37)")
 
 
 def test_dropout_is_off_and_told() -> None:

@@ -120,11 +120,16 @@ def test_names_on_the_ranks_complete_and_leave_no_local_variable(nb: Notebook) -
 
 
 def test_completion_answers_while_a_cell_runs(nb: Notebook) -> None:
-    nb("%%distributed --no-block --name slow\nimport time\nquick_to_complete = 1\ntime.sleep(2)")
+    nb("%%distributed\nimport time\nquick_to_complete = 1")
+    nb("%%distributed --no-block --name slow\ntime.sleep(4)")
     code = "%%distributed\nquick_to"
-    reply = nb.client.complete(code, len(code), reply=True, timeout=10)["content"]
-    assert reply["matches"] == ["quick_to_complete"]
-    nb("slow.wait()")
+    try:
+        # a rank of a busy machine may answer too late for one Tab
+        asked = (nb.client.complete(code, len(code), reply=True, timeout=10)["content"]["matches"] for _ in range(5))
+        assert ["quick_to_complete"] in asked
+        assert nb("slow.done").plain == ["False"]
+    finally:
+        nb("slow.wait()")
 
 
 def test_auto_runs_every_cell_on_the_ranks(nb: Notebook) -> None:
