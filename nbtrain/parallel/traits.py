@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from nbtrain.parallel.blocks import repeated_blocks
 
@@ -68,33 +67,42 @@ def _is_rate(holder: Any, key: str) -> bool:
     return "drop" in key or (key == "p" and isinstance(holder, _DropoutNd))
 
 
-_DROPPING = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_DROPPING = {
+    function: inspect.signature(function)
+    for function in (
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+    )
+}
 
 
-@contextlib.contextmanager
-def functions_without_dropout() -> Iterator[set[str]]:
-    """torch.nn.functional's drop nothing inside; which of them would have, as "F.NAME"."""
-    found: set[str] = set()
-    originals = {name: getattr(F, name) for name in _DROPPING}
-    for name, function in originals.items():
-        setattr(F, name, _dropping_nothing(name, function, found))
-    try:
-        yield found
-    finally:
-        for name, function in originals.items():
-            setattr(F, name, function)
+class DroppingNothing(TorchFunctionMode):
+    """Inside, functions drop nothing.
 
+    Attributes:
+        found: Which of them would have, as "F.NAME".
+    """
 
-def _dropping_nothing(name: str, function: Callable[..., Any], found: set[str]) -> Callable[..., Any]:
-    signature = inspect.signature(function)
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
 
-    @functools.wraps(function)
-    def dropping_nothing(*args: Any, **options: Any) -> Any:
-        call = signature.bind(*args, **options)
-        call.apply_defaults()
-        if call.arguments["training"] and call.arguments["p"]:
-            found.add(f"F.{name}")
-            call.arguments["p"] = 0.0
-        return function(*call.args, **call.kwargs)
-
-    return dropping_nothing
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPPING:
+            call = _DROPPING[func].bind(*args, **kwargs)
+            call.apply_defaults()
+            if call.arguments["training"] and call.arguments["p"]:
+                self.found.add(f"F.{func.__name__}")
+                call.arguments["p"] = 0.0
+            return func(*call.args, **call.kwargs)
+        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            self.found.add("F.scaled_dot_product_attention")
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)

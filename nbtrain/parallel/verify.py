@@ -32,7 +32,7 @@ from nbtrain.parallel.precision import DTYPES
 from nbtrain.parallel.report import Report, Row
 from nbtrain.parallel.state import full_gradients
 from nbtrain.parallel.trainer import Trainer
-from nbtrain.parallel.traits import functions_without_dropout, traits_of, without_dropout
+from nbtrain.parallel.traits import DroppingNothing, traits_of, without_dropout
 from nbtrain.plan import Plan
 
 MakeModel = Callable[[], nn.Module]
@@ -101,9 +101,9 @@ def verify(
     trainer = Trainer(planned, plan, optimizer=make, loss_fn=loss_fn, **options)
     single = _OneDevice.of(make_model, seed, make, loss_fn, trainer, grad_clip)
     relative = tolerance or _RELATIVE.get(plan.precision, 1e-1)
-    with functions_without_dropout() as dropped:
+    with DroppingNothing() as dropping:
         rows = list(_compare(single, trainer, whole, steps, accumulate, relative))
-    quiet += sorted(dropped)
+    quiet += sorted(dropping.found)
     return _report(merged(rows), trainer.plan, steps, single, quiet)
 
 
