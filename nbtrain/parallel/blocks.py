@@ -16,7 +16,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of every outermost trunk, by name, in the order of the model.
 
     A trunk is a ModuleList, Sequential or ModuleDict of at least two modules of one class that have modules inside:
-    transformer layers, residual blocks. Lists of bare layers, such as a choice of branches, are not trunks.
+    transformer layers, residual blocks. Lists of bare layers, such as a choice of branches, are not trunks; nor are
+    lists of lists, which nothing calls.
     """
     return dict(_walk(model, ""))
 
@@ -37,6 +38,7 @@ def _is_trunk(module: nn.Module) -> bool:
         and len(blocks) >= 2
         and len({own_class(type(block)) for block in blocks}) == 1
         and all(any(True for _ in block.children()) for block in blocks)
+        and type(blocks[0]).forward is not nn.Module.forward
         and all(any(True for _ in block.parameters()) for block in blocks)
     )
 

@@ -36,7 +36,7 @@ def _row(row: Row, expected: Any, got: Any) -> Row:
     if ours.shape != theirs.shape:
         return replace(row, error=math.inf, note=f"is {tuple(ours.shape)} and must be {tuple(theirs.shape)}")
     finite = theirs.isfinite()
-    if not torch.equal(finite, ours.isfinite()):
+    if not torch.equal(ours[~finite].nan_to_num(), theirs[~finite].nan_to_num()) or not ours[finite].isfinite().all():
         return replace(row, error=math.inf, note="has numbers that are not finite")
     ours, theirs = ours[finite], theirs[finite]
     error = _largest(ours - theirs)
@@ -62,9 +62,10 @@ def _factor(expected: torch.Tensor, got: torch.Tensor, allowed: float) -> float 
 
 
 def _largest(value: Any) -> float:
+    """Of the finite elements: a mask of -inf is no reason to allow anything."""
     if not isinstance(value, torch.Tensor) or not value.numel():
         return 0.0
-    return _plain(value).abs().max().item()
+    return _plain(value).nan_to_num(0.0, 0.0, 0.0).abs().max().item()
 
 
 def merged(rows: list[Row]) -> tuple[Row, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,7 +84,7 @@ def parallelize(
         raise ModelError(f"{type(model).__name__} is not an nn.Module; give the model itself")
     require_all_ranks("parallelize")
     if not isinstance(plan, Plan):
-        raise PlanError(f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})")
+        raise PlanError(_no_plan(plan))
     plan.require_supported()
     check_backend(compile)
     if compile and plan.tp > 1:
@@ -92,6 +93,8 @@ def parallelize(
     options = _ddp_options(ddp, plan)
     if (layout := layout_of(model)) is not None:
         return _again(layout, plan, model, compile, options)
+    if mesh is None and dist.group.WORLD is not None:
+        preflight.check_same_options(dist.group.WORLD, plan=plan, compile=compile, ddp=options)
     preflight.check_model(model, plan)
     mesh = meshes.build_mesh(plan) if mesh is None else mesh
     layout = Layout(plan, mesh, compile=compile, ddp=options or {})
@@ -101,6 +104,12 @@ def parallelize(
     if layout.mesh is not None:
         layout.blueprint = blueprint_of(model)
     return _lay_out(model, layout, deferred, probe)
+
+
+def _no_plan(plan: object) -> str:
+    if isinstance(plan, Mapping):
+        return f"{plan!r} is not a plan; type nt.Plan({', '.join(f'{name}={value!r}' for name, value in plan.items())})"
+    return f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})"
 
 
 def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from nbtrain.errors import ModelError
+from nbtrain.errors import ModelError, UsageError
 from nbtrain.parallel.deferred import changed_since, is_deferred
 from nbtrain.parallel.tensor.peers import TensorGrouped
 from nbtrain.plan import Plan
@@ -32,6 +33,22 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     findings = list(_findings(model, plan))
     if findings:
         raise ModelError("\n".join(findings))
+
+
+def check_same_options(group: dist.ProcessGroup, **options: Any) -> None:
+    """Raises `UsageError` on every rank when ranks were given different options. Collective.
+
+    They would wait for each other in collectives of different kinds.
+    """
+    theirs: list[Any] = [None] * group.size()
+    dist.all_gather_object(theirs, {name: repr(value) for name, value in options.items()}, group=group)
+    for rank, other in enumerate(theirs):
+        for name, value in other.items():
+            if value != theirs[0][name]:
+                raise UsageError(
+                    f"{name} differs between ranks: {theirs[0][name]} on rank 0 and {value} on rank {rank}; give all "
+                    "ranks the same"
+                )
 
 
 def check_same_on_ranks(model: nn.Module, group: dist.ProcessGroup) -> None:

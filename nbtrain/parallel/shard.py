@@ -72,7 +72,8 @@ def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _is_hooked_view(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and tensor._is_view()
+    # a kind of tensor of its own, such as logits that are cut, is no view of what a block computed
+    return type(tensor) is torch.Tensor and tensor.requires_grad and tensor._is_view()
 
 
 def reshard(model: nn.Module) -> None:

@@ -23,6 +23,7 @@ from nbtrain.parallel.optimizer import MakeOptimizer, make_optimizer, trained
 from nbtrain.parallel.parallelize import parallelize
 from nbtrain.parallel.peers import require_same_batch
 from nbtrain.parallel.phase import Phase, Stage
+from nbtrain.parallel.preflight import check_same_options
 from nbtrain.parallel.state import full_state_dict, load_full_state_dict
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.plan import Plan
@@ -95,6 +96,8 @@ class Trainer:
         self.model = parallelize(model, plan, probe=probe, compile=compile, ddp=ddp)
         layout = _layout(self.model)
         self.plan = layout.plan
+        if layout.everyone is not None:
+            check_same_options(layout.everyone, accumulate=accumulate, grad_clip=grad_clip, redundancy=redundancy)
         if layout.shards:
             shard.reshard(self.model)
         self.optimizer = make_optimizer(optimizer, self.model, layout)
@@ -260,7 +263,8 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
 def _check_arguments(loss_fn: LossFn | None, grad_clip: float | None, accumulate: int) -> None:
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn={loss_fn!r} is no function; give e.g. torch.nn.functional.cross_entropy")
-    if grad_clip is not None and not (isinstance(grad_clip, (int, float)) and grad_clip > 0):
+    is_number = isinstance(grad_clip, (int, float)) and not isinstance(grad_clip, bool)
+    if grad_clip is not None and not (is_number and grad_clip > 0):
         raise UsageError(f"grad_clip={grad_clip!r} must be a positive norm or None, e.g. grad_clip=1.0")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r} must be an integer of at least 1, e.g. accumulate=4")

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from nbtrain.errors import BatchError, UsageError
+from nbtrain.errors import BatchError, PlanError, UsageError
 from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.batch import Batch, target_names
 from nbtrain.parallel.broadcast import broadcast_weights
@@ -88,7 +88,10 @@ def verify(
     require_all_ranks("verify")
     whole = _batch(batch)
     _check_same(whole)
-    plan = plan_or_default(plan).resolve(meshes.world_size())
+    plan = plan_or_default(plan)
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})")
+    plan = plan.resolve(meshes.world_size())
     if whole.num_samples < plan.dp * accumulate:
         raise BatchError(
             f"the batch has {whole.num_samples} samples for {plan.dp} data-parallel ranks and accumulate={accumulate}; "

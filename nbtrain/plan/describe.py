@@ -20,6 +20,8 @@ def describe(plan: Plan, num_parameters: int | None, root_parameters: int = 0) -
     lines += _model_parallel(plan)
     if num_parameters is not None and _is_resolved(plan):
         lines += _amounts(plan, num_parameters, root_parameters)
+    elif num_parameters is not None:
+        lines.append("  bytes            depend on the number of ranks: plan.describe(world_size=4, num_parameters=P)")
     return "\n".join(lines)
 
 
@@ -47,7 +49,7 @@ def _placement(plan: Plan, stage: int) -> str:
     # ZeRO-2 runs as FSDP that does not reshard after forward: between steps its parameters are sharded
     shards_from = 2 if stage == 3 else stage
     if plan.zero < shards_from or plan.dp_shard == 1:
-        return "replicated: a whole copy on each rank"
+        return f"replicated: {'its part of each layer' if plan.tp > 1 else 'a whole copy'} on each rank"
     sharded = f"sharded over {_degree(plan.dp_shard)} ranks"
     if plan.dp_replicate != 1:
         sharded += f", {_degree(plan.dp_replicate)} replicas"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import nbtrain as nt
-from nbtrain.errors import ModelError, PlanError
+from nbtrain.errors import ModelError, PlanError, UsageError
 from nbtrain.parallel.blocks import repeated_blocks, self_contained
 from nbtrain.parallel.layout import layout_of
 from nbtrain.parallel.mesh import build_mesh, data_coordinate
@@ -204,3 +204,42 @@ def test_what_this_release_lacks_is_said_before_anything_is_done() -> None:
     with pytest.raises(NotImplementedError, match="pp=2"):
         nt.parallelize(net, nt.Plan(pp=2))
     assert layout_of(net) is None
+
+
+class Listed(nn.Module):
+    """Its blocks have no forward of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pair = {"a": (8, 16), "b": (16, 8)}
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(*size) for name, size in pair.items()}) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block["b"](block["a"](x).relu())
+        return x
+
+
+def test_blocks_that_nothing_calls_are_left_to_the_root() -> None:
+    def on_rank() -> None:
+        torch.manual_seed(0)
+        net, plain = Listed(), Listed()
+        plain.load_state_dict(net.state_dict())
+        sharded, x = nt.parallelize(net, nt.Plan(zero=3)), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(sharded(x), plain(x))
+        with pytest.raises(ModelError, match="no repeated blocks"):
+            nt.parallelize(Listed(), nt.Plan(zero=3, recompute="full"))
+
+    run_ranks(on_rank, 2)
+
+
+def test_ranks_with_other_plans_or_options_are_told() -> None:
+    def on_rank() -> None:
+        with pytest.raises(UsageError, match=r"plan differs between ranks: .* on rank 0 and .*zero=1.* on rank 1"):
+            nt.parallelize(nn.Linear(2, 2), nt.Plan(zero=rank()))
+        with pytest.raises(UsageError, match="accumulate differs between ranks: 1 on rank 0 and 2 on rank 1"):
+            nt.Trainer(nn.Linear(2, 2), nt.Plan(zero=3), optimizer=torch.optim.SGD, accumulate=1 + rank())
+
+    run_ranks(on_rank, 2)

@@ -245,3 +245,14 @@ def test_the_norm_is_found_under_all_its_names() -> None:
         assert EARLY(own.parameters(), 0.1).item() == pytest.approx(norm, rel=1e-5)
 
     run_ranks(on_rank, 2)
+
+
+def test_logits_that_stay_cut_under_fsdp_are_never_whole() -> None:
+    """Outputs of blocks are looked at whether they are views: a warning would tell that this gathered them."""
+
+    def on_rank() -> None:
+        plan = nt.Plan(tp=2, zero=3, loss_parallel=True)
+        trainer = nt.Trainer(made(zoo.SplitGPT), plan, optimizer=sgd, loss_fn=models.token_mean)
+        trainer.step(*models.CASES["gpt"].batch(torch.Generator().manual_seed(0), 2))
+
+    run_ranks(on_rank, 4)

@@ -25,7 +25,7 @@ def describe(plan: TensorPlan, model: nn.Module) -> str:
     head = f"tensor parallelism over {plan.degree} ranks: {100 * cut // max(total, 1)}% of the parameters are cut"
     width = max((len(layer.style) for layer in plan.layers.values()), default=0)
     layers = _folded((name, f"{layer.style:<{width}}  {_sizes(layer)}".rstrip()) for name, layer in plan.layers.items())
-    whole = _folded(plan.whole.items())
+    whole = _folded((name or f"({type(model).__name__})", why) for name, why in plan.whole.items())
     lines = [head, *_table(layers)]
     if whole:
         lines += ["whole:", *_table(whole[:_SHOWN])]
