@@ -76,19 +76,29 @@ class SplitBlock(nn.Module):
 
 
 class SplitGPT(nn.Module):
-    """Untied, with separate projections; returns logits."""
+    """With separate projections; returns logits."""
 
-    def __init__(self, kv_heads: int = HEADS, depth: int = 2) -> None:
+    def __init__(self, kv_heads: int = HEADS, depth: int = 2, tied: bool = False) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(V, D), nn.Embedding(T, D)
         self.blocks = nn.ModuleList(SplitBlock(D, HEADS, kv_heads) for _ in range(depth))
         self.norm, self.head = nn.RMSNorm(D), nn.Linear(D, V, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class UntiedGPT(models.GPT):
+    """With fused projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(D, V, bias=False)
 
 
 class EncoderDecoder(nn.Module):
@@ -189,6 +199,8 @@ CASES = {
     "MLP": Case(MLP, models._regression, nn.functional.mse_loss),
     "conv + BatchNorm": models.CASES["conv"],
     "GPT tied, fused QKV": models.CASES["gpt"],
+    "GPT untied, fused QKV": Case(UntiedGPT, _tokens, models.token_mean),
+    "GPT tied, separate QKV": Case(lambda: SplitGPT(tied=True), _tokens, models.token_mean),
     "GPT untied, separate QKV": Case(SplitGPT, _tokens, models.token_mean),
     "GQA": Case(lambda: SplitGPT(kv_heads=2), _tokens, models.token_mean),
     "encoder-decoder": Case(EncoderDecoder, _pairs, models.token_mean),
