@@ -67,17 +67,8 @@ def _is_rate(holder: Any, key: str) -> bool:
     return "drop" in key or (key == "p" and isinstance(holder, _DropoutNd))
 
 
-_DROPPING = {
-    function: inspect.signature(function)
-    for function in (
-        F.dropout,
-        F.dropout1d,
-        F.dropout2d,
-        F.dropout3d,
-        F.alpha_dropout,
-        F.feature_alpha_dropout,
-    )
-}
+DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_DROPPING = {function: inspect.signature(function) for function in DROPOUTS}
 
 
 class DroppingNothing(TorchFunctionMode):

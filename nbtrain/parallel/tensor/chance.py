@@ -10,17 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-_DROPPING = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-    torch.alpha_dropout,
-    torch.feature_dropout,
-}
+from nbtrain.parallel.traits import DROPOUTS
+
+_DROPPING = {*DROPOUTS, torch.dropout, torch.alpha_dropout, torch.feature_dropout}
 _FILLED: dict[Callable[..., Any], float] = {
     torch.rand_like: 0.5,
     torch.randn_like: 0.0,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nbtrain.parallel.tensor import operations as known
 from nbtrain.parallel.tensor.marks import Mark, Marks, mark, mark_of
-from nbtrain.parallel.tensor.operands import Args, Func, Kwargs, Rule, argument, entered, marked, narrowed, tensors
+from nbtrain.parallel.tensor.names import tensors
+from nbtrain.parallel.tensor.operands import Args, Func, Kwargs, Rule, argument, entered, marked, narrowed
 
 
 def elementwise(marks: Marks, func: Func, args: Args, kwargs: Kwargs) -> Any:

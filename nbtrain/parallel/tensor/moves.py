@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nbtrain.parallel.tensor import operations as known
 from nbtrain.parallel.tensor.marks import Mark, Marks, mark, mark_of
-from nbtrain.parallel.tensor.operands import Args, Func, Kwargs, argument, tensors
+from nbtrain.parallel.tensor.names import tensors
+from nbtrain.parallel.tensor.operands import Args, Func, Kwargs, argument
 from nbtrain.parallel.tensor.sizes import reshape, span
 
 

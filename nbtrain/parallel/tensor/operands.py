@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nbtrain.errors import ModelError
 from nbtrain.parallel.tensor.marks import Mark, Marks, mark, mark_of
+from nbtrain.parallel.tensor.names import tensors
 from nbtrain.parallel.tensor.sizes import Place
 
 Func = Callable[..., Any]
@@ -20,17 +21,6 @@ Rule = Callable[[Marks, Func, Args, Kwargs], Any]
 
 def argument(args: Args, kwargs: Kwargs, at: int, name: str, default: Any) -> Any:
     return kwargs[name] if name in kwargs else args[at] if len(args) > at else default
-
-
-def tensors(value: Any) -> Iterable[Tensor]:
-    """Tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors(each)
-    elif isinstance(value, dict):
-        yield from tensors(list(value.values()))
 
 
 def narrowed(marks: Marks, back: int, have: Mark, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from nbtrain.parallel.tensor import mixing, moves
 from nbtrain.parallel.tensor import operations as known
 from nbtrain.parallel.tensor.marks import Marks
-from nbtrain.parallel.tensor.operands import Args, Func, Kwargs, Rule, tensors
+from nbtrain.parallel.tensor.names import tensors
+from nbtrain.parallel.tensor.operands import Args, Func, Kwargs, Rule
 
 
 def rule_of(func: Func) -> Rule:
