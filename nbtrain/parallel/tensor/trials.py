@@ -100,7 +100,7 @@ def refuted(tried: Iterable[Attempt], group: dist.ProcessGroup) -> dict[str, str
     """
     wrong: dict[str, str] = {}
     for attempt in tried:
-        if problem := _first(_problem(attempt, group), group):
+        if problem := _problem(attempt, group):
             wrong |= dict.fromkeys(attempt.trial.all, problem)
     return wrong
 
@@ -183,7 +183,10 @@ def _copy(model: nn.Module, name: str) -> nn.Module:
 
 
 def _problem(attempt: Attempt, group: dist.ProcessGroup) -> str:
-    """Why the cut layer is wrong; "" where it is right. In training and in evaluation, without dropout."""
+    """Why the cut layer is wrong; "" where it is right. In training and in evaluation, without dropout.
+
+    The same on all peers, which go on together: what one of them alone finds, all hear.
+    """
     whole, trial = attempt.whole, attempt.trial
     call = _made_up(whole, attempt.call)
     undropped(whole)
@@ -193,13 +196,23 @@ def _problem(attempt: Attempt, group: dist.ProcessGroup) -> str:
     except Exception as problem:
         return _impossible(trial, problem)
     for training in (True, False):
-        expected = _run(whole.train(training), call)
-        try:
-            got = _run(cut["it"].train(training), call)
-        except Exception as problem:  # the user's code runs here, on parts
-            return _impossible(trial, problem)
-        if problem_found := _difference(whole, cut, trial.plan, expected, got, group):
-            return problem_found
+        if found := _first(_tried(whole.train(training), cut.train(training), call, trial), group):
+            return found
+        if found := _first(_difference(whole, cut, trial.plan, group), group):
+            return found
+    return ""
+
+
+def _tried(whole: nn.Module, cut: nn.Module, call: Call, trial: Trial) -> str:
+    """Runs both, forward and backward; how outputs differ."""
+    expected = _run(whole, call)
+    try:
+        got = _run(cut.get_submodule("it"), call)
+    except Exception as problem:  # the user's code runs here, on parts
+        return _impossible(trial, problem)
+    for what, right, found in _pairs(expected, got):
+        if error := _error(right, found):
+            return f"its {what} would be off by {error:.2g}"
     return ""
 
 
@@ -209,21 +222,19 @@ def _impossible(trial: Trial, problem: Exception) -> str:
     return f"its code cannot run on a part ({kind}{told.splitlines()[0] if told else ''})"
 
 
-def _difference(
-    whole: nn.Module, cut: nn.Module, plan: TensorPlan, expected: list[Any], got: list[Any], group: dist.ProcessGroup
-) -> str:
-    for what, right, found in _pairs(expected, got):
-        if error := _error(right, found):
-            return f"its {what} would be off by {error:.2g}"
+def _difference(whole: nn.Module, cut: nn.Module, plan: TensorPlan, group: dist.ProcessGroup) -> str:
+    """How the gradients of parameters differ. Collective."""
     cuts, partial = plan.parameters, {*plan.partial, *sequence_partial(cut, plan)}
-    theirs_by_name = dict(cut.get_submodule("it").named_parameters())
+    gradients = {name: parameter.grad for name, parameter in cut.get_submodule("it").named_parameters()}
+    for name, gradient in gradients.items():
+        if f"it.{name}" in partial and gradient is not None:
+            dist.all_reduce(gradient, group=group)
     for name, parameter in whole.named_parameters():
-        ours: torch.Tensor | None = parameter.grad
-        theirs: torch.Tensor | None = theirs_by_name[name].grad
+        ours, theirs = parameter.grad, gradients[name]
+        if ours is None and theirs is None:
+            continue  # frozen, or not used
         if ours is None or theirs is None:
-            continue  # frozen
-        if f"it.{name}" in partial:
-            dist.all_reduce(theirs, group=group)
+            return f"'{name}' would have {'a' if ours is None else 'no'} gradient"
         if (one := cuts.get(f"it.{name}")) is not None:
             ours = take_part(ours, one, dist.get_rank(group), group.size())
         if error := _error(ours, theirs):
