@@ -66,7 +66,14 @@ def compute_loss(model: Callable[..., Any], loss_fn: LossFn | None, batch: Batch
             output = _run_whole(model, batch)
         return _mean(_own_loss(output), batch.num_samples, _own_targets(batch), seen)
     inputs, targets, named_targets = _parts(loss_fn, batch)
-    output = call(model, inputs)
+    try:
+        output = call(model, inputs)
+    except TypeError as problem:
+        problem.add_note(
+            "step(inputs, *targets) gives the model its inputs, a tuple of them unpacked; type trainer.step(*batch), "
+            "or name what the model takes: trainer.step(x=..., target=...)"
+        )
+        raise
     with watched() as seen:
         result = loss_fn(output, *targets, **named_targets)
     return _read(result, batch.num_samples, [*targets, *named_targets.values()], seen)

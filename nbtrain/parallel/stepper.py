@@ -226,6 +226,11 @@ class Stepper:
                 loss = compute_loss(self.model, loss_fn, chunk)
                 if self.layout.usage is not None:
                     self.layout.usage.watch()
+                if not loss.value.requires_grad:
+                    raise UsageError(
+                        "the loss has no gradient: it was detached, computed under no_grad, or of nothing that trains; "
+                        "return it as the model's output gives it"
+                    )
                 # DDP and FSDP take the mean over ranks
                 with shard.explained() if self.layout.shards else contextlib.nullcontext():
                     loss.over(self._divisor / self.layout.dp).backward()  # type: ignore[no-untyped-call]

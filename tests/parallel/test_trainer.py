@@ -381,3 +381,19 @@ def test_a_laid_out_model_is_taken_as_it_is() -> None:
             assert world_size() == 2
 
     run_ranks(on_rank, 2)
+
+
+def test_a_loss_without_gradient_and_a_batch_in_one_piece_are_told() -> None:
+    def on_rank() -> None:
+        options = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
+        x, y = torch.randn(4, 8), torch.randn(4, 3)
+        detached = nt.Trainer(models.MLP(), nt.Plan(zero=0), loss_fn=lambda a, b: F.mse_loss(a, b).detach(), **options)
+        with pytest.raises(UsageError, match="the loss has no gradient"):
+            detached.step(x, y)
+        trainer = nt.Trainer(models.MLP(), nt.Plan(zero=0), loss_fn=F.mse_loss, **options)
+        with pytest.raises(TypeError) as raised:
+            trainer.step((x, y))
+        assert "trainer.step(*batch)" in raised.value.__notes__[0]
+        trainer.step(x, y)
+
+    run_ranks(on_rank, 2)
