@@ -100,10 +100,30 @@ def test_04_an_optimizer_of_another_model_is_refused() -> None:
     run_ranks(on_rank, 2)
 
 
+def test_04_an_optimizer_built_before_layers_are_cut_trains() -> None:
+    def on_rank() -> None:
+        torch.manual_seed(0)
+        net, twin = models.GPT(), models.GPT()
+        twin.load_state_dict(net.state_dict())
+        early, plain = sgd(net.parameters()), sgd(twin.parameters())
+        trainer = nt.Trainer(net, nt.Plan(tp=2), optimizer=lambda params: early, loss_fn=models.token_mean)
+        for step in range(2):
+            ids, targets = models.CASES["gpt"].batch(torch.Generator().manual_seed(step), 4)
+            trainer.step(ids, targets)
+            plain.zero_grad()
+            models.token_mean(twin(ids), targets).backward()
+            plain.step()
+        torch.testing.assert_close(trainer.state_dict(), twin.state_dict(), rtol=1e-4, atol=1e-6)
+
+    run_ranks(on_rank, 2)
+
+
 # --- 05: tied embeddings ---
 
 
-@pytest.mark.parametrize(("spec", "ranks"), [(spec, ranks) for spec in PLANS for ranks in (2, 4)])
+@pytest.mark.parametrize(
+    ("spec", "ranks"), [*((spec, ranks) for spec in (*PLANS, "tp=2") for ranks in (2, 4)), ("tp=4", 4)]
+)
 def test_05_tied_embeddings_stay_tied(spec: str, ranks: int) -> None:
     def on_rank() -> None:
         case = models.Case(models.Tied, models.CASES["gpt"].batch, models.token_mean)

@@ -26,7 +26,7 @@ class Plan:
         tp: Tensor-parallel degree.
         pp: Pipeline-parallel degree.
         zero: What ``dp_shard`` ranks shard (ZeRO, arXiv 1910.02054, section 5): 0 nothing (DDP), 1 optimizer
-            state, 2 also gradients, 3 also parameters (FSDP).
+            state (the weight update's sharding of arXiv 2004.13336), 2 also gradients, 3 also parameters (FSDP).
         schedule: Pipeline schedule.
         num_microbatches: Microbatches a step; None lets the pipeline choose.
         num_virtual_stages: Pipeline stages a rank; None takes the schedule's own number.
