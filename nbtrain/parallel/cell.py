@@ -5,9 +5,10 @@ Outside a session nothing is told: then all ranks are there, and there is no pla
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from nbtrain.errors import UsageError
+from nbtrain.errors import PlanError, UsageError
 from nbtrain.parallel.mesh import rank, world_size
 from nbtrain.plan import Plan
 
@@ -38,6 +39,15 @@ def tell_plan(plan: Plan) -> None:
 def plan_or_default(plan: Plan | None) -> Plan:
     """``plan``, else that of the session, else ``Plan()``."""
     return plan if plan is not None else _Told.plan or Plan()
+
+
+def require_plan(plan: object) -> None:
+    """Raises `PlanError` for what is none, with what to type for it."""
+    if isinstance(plan, Mapping):
+        fields = ", ".join(f"{name}={value!r}" for name, value in plan.items())
+        raise PlanError(f"{plan!r} is not a plan; type nt.Plan({fields})")
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})")
 
 
 def require_all_ranks(what: str) -> None:

@@ -45,6 +45,7 @@ class Layout:
         ddp: Options of DDP's reducer.
         order: Of the units in forward, as ranks agreed on it, by training mode; where FSDP shards.
         tensor: Which part of each layer a tensor-parallel rank holds; None without tp.
+        cuts: How tensor-parallel peers cut parameters, by name, a tied one under each of its names; empty without tp.
         draws: With tp, what random numbers of a forward come from.
         loop: What makes training loops of one's own right with tp; None without.
         compile: Whether, or by which backend, blocks are compiled.
@@ -60,6 +61,7 @@ class Layout:
     ddp: Mapping[str, bool] = field(default_factory=dict)
     order: dict[bool, list[str]] = field(default_factory=dict)
     tensor: TensorPlan | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
     draws: Draws | None = None
     loop: OwnLoop | None = None
     compile: bool | str = False
@@ -114,11 +116,6 @@ class Layout:
     def part(self) -> int:
         """Which part of each layer this rank holds, in ``range(plan.tp)``."""
         return 0 if self.peers is None else dist.get_rank(self.peers)
-
-    @property
-    def cuts(self) -> Mapping[str, Cut]:
-        """How tensor-parallel peers cut parameters, by name; empty without tp."""
-        return {} if self.tensor is None else self.tensor.parameters
 
     def names(self, model: nn.Module, *, dealt: bool = True) -> dict[int, str]:
         """The name of each tensor that an optimizer of ``model`` may hold, by id.

@@ -45,6 +45,20 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE or getattr(type(optimizer), "elementwise", False) is True
 
 
+def require_elementwise(optimizer: Optimizer) -> None:
+    """With tp: it steps on a rank's parts of parameters.
+
+    Raises:
+        OptimizerError: It would take them for whole ones.
+    """
+    if not is_elementwise(optimizer):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} would step on a rank's parts of parameters, as if they were whole: with tp an "
+            "optimizer must treat each element by itself, e.g. AdamW; one of your own says so by the class attribute "
+            "elementwise = True"
+        )
+
+
 def is_per_parameter(optimizer: Optimizer) -> bool:
     """Whether what it does with a parameter depends on no other one: known, or said by its class."""
     kind = type(optimizer)
@@ -75,12 +89,8 @@ def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: La
         raise OptimizerError(
             "LBFGS evaluates the loss several times a step, which a Trainer does not; choose e.g. AdamW"
         )
-    if layout.peers is not None and not is_elementwise(optimizer):
-        raise OptimizerError(
-            f"{type(optimizer).__name__} would step on a rank's parts of parameters, as if they were whole: with tp an "
-            "optimizer must treat each element by itself, e.g. AdamW; one of your own says so by the class attribute "
-            "elementwise = True"
-        )
+    if layout.peers is not None:
+        require_elementwise(optimizer)
     _repoint(optimizer, model, layout)
     if isinstance(model, ShardedUpdate):
         _require_per_parameter(optimizer)

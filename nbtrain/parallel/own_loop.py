@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from nbtrain.errors import GradientError, OptimizerError, UsageError
+from nbtrain.errors import GradientError, UsageError
 from nbtrain.parallel.layout import Layout
-from nbtrain.parallel.optimizer import is_elementwise
+from nbtrain.parallel.optimizer import require_elementwise
 from nbtrain.parallel.spread import Spread
 from nbtrain.parallel.usage import sharded_records
 
@@ -99,12 +99,7 @@ class OwnLoop:
         """
         if self.taken_over:
             return
-        if not is_elementwise(optimizer):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} would step on a rank's parts of parameters, as if they were whole: with "
-                "tp an optimizer must treat each element by itself, e.g. AdamW; one of your own says so by the class "
-                "attribute elementwise = True"
-            )
+        require_elementwise(optimizer)
 
 
 def watch(model: nn.Module, layout: Layout) -> OwnLoop:

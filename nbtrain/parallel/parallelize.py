@@ -16,7 +16,7 @@ from nbtrain.parallel import batchnorm, instancenorm, live, own_loop, preflight
 from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.blueprint import blueprint_of
 from nbtrain.parallel.broadcast import broadcast_weights
-from nbtrain.parallel.cell import plan_or_default, require_all_ranks
+from nbtrain.parallel.cell import plan_or_default, require_all_ranks, require_plan
 from nbtrain.parallel.compile import check_backend, compile_blocks
 from nbtrain.parallel.deferred import Deferred
 from nbtrain.parallel.layout import Layout, layout_of, remember, weak
@@ -31,6 +31,7 @@ from nbtrain.parallel.shard import shard
 from nbtrain.parallel.state import part_of
 from nbtrain.parallel.tensor.apply import lay_out
 from nbtrain.parallel.tensor.random import Draws, agreed_seed, seed_forwards
+from nbtrain.parallel.tensor.state import cuts_by_name
 from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.parallel.usage import ShardUsage
 from nbtrain.plan import Plan
@@ -83,8 +84,7 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise ModelError(f"{type(model).__name__} is not an nn.Module; give the model itself")
     require_all_ranks("parallelize")
-    if not isinstance(plan, Plan):
-        raise PlanError(_no_plan(plan))
+    require_plan(plan)
     plan.require_supported()
     check_backend(compile)
     if compile and plan.tp > 1:
@@ -104,12 +104,6 @@ def parallelize(
     if layout.mesh is not None:
         layout.blueprint = blueprint_of(model)
     return _lay_out(model, layout, deferred, probe)
-
-
-def _no_plan(plan: object) -> str:
-    if isinstance(plan, Mapping):
-        return f"{plan!r} is not a plan; type nt.Plan({', '.join(f'{name}={value!r}' for name, value in plan.items())})"
-    return f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})"
 
 
 def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
@@ -173,6 +167,7 @@ def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred, probe: Any) -
 def _cut(model: nn.Module, layout: Layout) -> None:
     """Each layer becomes this rank's part. Moves nothing."""
     if layout.tensor is not None and layout.peers is not None:
+        layout.cuts = cuts_by_name(model, layout.tensor)
         lay_out(model, layout.tensor, layout.peers, rank=layout.part, loss_parallel=layout.plan.loss_parallel)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from nbtrain.parallel import gradients
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.local import local_gradients
+from nbtrain.parallel.tensor.sequence import sequence_partial
 
 
 class Spread:
@@ -34,8 +35,6 @@ class Spread:
         copies = layout.copies if dealt or not layout.shards_update else layout.dp
         cuts, partial = layout.cuts, set()
         if layout.tensor is not None:
-            from nbtrain.parallel.tensor.sequence import sequence_partial  # needed for tp alone
-
             partial = {*layout.tensor.partial, *sequence_partial(model, layout.tensor)}
         self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:

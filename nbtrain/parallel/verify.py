@@ -17,12 +17,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from nbtrain.errors import BatchError, PlanError, UsageError
+from nbtrain.errors import BatchError, UsageError
 from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.batch import Batch, target_names
 from nbtrain.parallel.broadcast import broadcast_weights
 from nbtrain.parallel.causes import likely_cause
-from nbtrain.parallel.cell import plan_or_default, require_all_ranks
+from nbtrain.parallel.cell import plan_or_default, require_all_ranks, require_plan
 from nbtrain.parallel.comparison import merged, rows_of
 from nbtrain.parallel.deferred import Deferred
 from nbtrain.parallel.loss import LossFn, compute_loss
@@ -89,8 +89,7 @@ def verify(
     whole = _batch(batch)
     _check_same(whole)
     plan = plan_or_default(plan)
-    if not isinstance(plan, Plan):
-        raise PlanError(f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})")
+    require_plan(plan)
     plan = plan.resolve(meshes.world_size())
     if whole.num_samples < plan.dp * accumulate:
         raise BatchError(

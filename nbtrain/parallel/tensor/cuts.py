@@ -9,7 +9,6 @@ lies between needs no communication::
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -97,12 +96,3 @@ class TensorPlan:
     whole: Mapping[str, str] = field(default_factory=dict)
     trunk: tuple[str, ...] = ()
     told: str = ""
-
-    @functools.cached_property
-    def parameters(self) -> dict[str, Cut]:
-        """Cuts by the parameter's full name; a tied one under each of its names."""
-        return {
-            f"{name}.{own}".removeprefix("."): cut
-            for name, layer in self.layers.items()
-            for own, cut in layer.cuts.items()
-        }

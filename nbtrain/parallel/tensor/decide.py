@@ -17,10 +17,10 @@ from nbtrain.parallel.cell import say
 from nbtrain.parallel.tensor.cuts import Region, TensorPlan
 from nbtrain.parallel.tensor.describe import describe
 from nbtrain.parallel.tensor.joints import Analysis
-from nbtrain.parallel.tensor.probe import probe_inputs
+from nbtrain.parallel.tensor.probe import Probe, probe_inputs
 from nbtrain.parallel.tensor.recognise import findings, recognise
 from nbtrain.parallel.tensor.stated import from_patterns
-from nbtrain.parallel.tensor.trials import Call, attempts, refuted, without
+from nbtrain.parallel.tensor.trials import attempts, refuted, without
 from nbtrain.parallel.tensor.twin import twin_of
 from nbtrain.plan import Plan
 
@@ -71,7 +71,7 @@ def _hooked(model: nn.Module) -> list[str]:
     return [f"'{name}'" for name in modules + parameters]
 
 
-def as_call(probe: Any, device: torch.device) -> Call:
+def as_call(probe: Any, device: torch.device) -> Probe:
     """``probe`` as arguments of a forward."""
 
     def there(value: Any) -> Any:
@@ -114,7 +114,7 @@ def _folded(problems: list[str]) -> list[str]:
     return [f"{first} (and {len(more)} like it)" if more else first for first, *more in kinds.values()]
 
 
-def _recognised(model: nn.Module, plan: Plan, call: Call | None) -> TensorPlan:
+def _recognised(model: nn.Module, plan: Plan, call: Probe | None) -> TensorPlan:
     if call is None:
         raise ModelError(
             f"no inputs could be made up that {type(model).__name__}'s forward takes, and tp={plan.tp} is found in a "
@@ -139,7 +139,7 @@ def _trunk(model: nn.Module) -> list[str]:
     return blocks
 
 
-def _nothing(model: nn.Module, plan: Plan, chosen: TensorPlan, call: Call | None) -> str:
+def _nothing(model: nn.Module, plan: Plan, chosen: TensorPlan, call: Probe | None) -> str:
     reasons = "".join(f"\n  '{name}': {why}" for name, why in list(chosen.whole.items())[:8])
     return (
         f"nothing in {type(model).__name__} can be cut over tp={plan.tp} ranks, which would all compute the same; "

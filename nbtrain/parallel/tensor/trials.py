@@ -21,9 +21,10 @@ from nbtrain.parallel.tensor.apply import lay_out
 from nbtrain.parallel.tensor.chance import WithoutChance, undropped
 from nbtrain.parallel.tensor.cuts import Layer, Region, TensorPlan
 from nbtrain.parallel.tensor.parts import take_part
+from nbtrain.parallel.tensor.probe import Probe, probing
 from nbtrain.parallel.tensor.sequence import sequence_partial
+from nbtrain.parallel.tensor.state import cuts_by_name
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 TOLERANCE = 1e-4
 """Of the largest element: fp32 sums of a few thousand terms in another order differ by less."""
 
@@ -55,7 +56,7 @@ class Attempt:
 
     trial: Trial
     whole: nn.Module
-    call: Call
+    call: Probe
 
 
 def trials(model: nn.Module, plan: TensorPlan) -> list[Trial]:
@@ -73,7 +74,7 @@ def trials(model: nn.Module, plan: TensorPlan) -> list[Trial]:
     return [Trial(names[0], _alone(plan, names[0]), tuple(names)) for names in kinds.values()]
 
 
-def attempts(model: nn.Module, twin: nn.Module, plan: TensorPlan, probe: Call) -> list[Attempt]:
+def attempts(model: nn.Module, twin: nn.Module, plan: TensorPlan, probe: Probe) -> list[Attempt]:
     """Of what the probe reaches.
 
     Args:
@@ -151,9 +152,9 @@ def _signature(plan: TensorPlan) -> str:
     return repr((layers, list(plan.regions.items()), plan.partial, plan.trunk))
 
 
-def _calls(model: nn.Module, names: list[str], probe: Call) -> dict[str, Call]:
+def _calls(model: nn.Module, names: list[str], probe: Probe) -> dict[str, Probe]:
     """The arguments of each module's first call in a forward of ``model`` on ``probe``."""
-    calls: dict[str, Call] = {}
+    calls: dict[str, Probe] = {}
     handles = []
     for name, module in model.named_modules():
         if name in names:
@@ -163,7 +164,7 @@ def _calls(model: nn.Module, names: list[str], probe: Call) -> dict[str, Call]:
 
             handles.append(module.register_forward_pre_hook(keep, with_kwargs=True, prepend=True))
     try:
-        with _as_it_was(model), torch.enable_grad():  # which inputs have a gradient is a part of the call
+        with probing(model), torch.enable_grad():  # which inputs have a gradient is a part of the call
             model(*probe[0], **probe[1])
     finally:
         for handle in handles:
@@ -203,7 +204,7 @@ def _problem(attempt: Attempt, group: dist.ProcessGroup) -> str:
     return ""
 
 
-def _tried(whole: nn.Module, cut: nn.Module, call: Call, trial: Trial) -> str:
+def _tried(whole: nn.Module, cut: nn.Module, call: Probe, trial: Trial) -> str:
     """Runs both, forward and backward; how outputs differ."""
     expected = _run(whole, call)
     try:
@@ -224,7 +225,7 @@ def _impossible(trial: Trial, problem: Exception) -> str:
 
 def _difference(whole: nn.Module, cut: nn.Module, plan: TensorPlan, group: dist.ProcessGroup) -> str:
     """How the gradients of parameters differ. Collective."""
-    cuts, partial = plan.parameters, {*plan.partial, *sequence_partial(cut, plan)}
+    cuts, partial = cuts_by_name(cut, plan), {*plan.partial, *sequence_partial(cut, plan)}
     gradients = {name: parameter.grad for name, parameter in cut.get_submodule("it").named_parameters()}
     for name, gradient in gradients.items():
         if f"it.{name}" in partial and gradient is not None:
@@ -242,7 +243,7 @@ def _difference(whole: nn.Module, cut: nn.Module, plan: TensorPlan, group: dist.
     return ""
 
 
-def _run(module: nn.Module, call: Call) -> list[tuple[str, torch.Tensor]]:
+def _run(module: nn.Module, call: Probe) -> list[tuple[str, torch.Tensor]]:
     """Outputs and gradients of the inputs, of a sum of the outputs with fixed weights."""
     leaves, tree = tree_flatten(call)
     inputs = [_copied(leaf) for leaf in leaves]
@@ -301,7 +302,7 @@ def _copied(value: Any) -> Any:
         return value
 
 
-def _made_up(module: nn.Module, call: Call) -> Call:
+def _made_up(module: nn.Module, call: Probe) -> Probe:
     """Gives what is on the meta device values, and returns ``call`` with other numbers: those that a twin without
     weights computed are all alike. Small numbers, the same on every peer."""
     generator = torch.Generator().manual_seed(2)
@@ -327,23 +328,3 @@ def _made_up(module: nn.Module, call: Call) -> Call:
         return call
     args, kwargs = tree_map(lambda leaf: drawn(leaf, 1.0) if isinstance(leaf, torch.Tensor) else leaf, call)
     return args, kwargs
-
-
-class _as_it_was:
-    """In eval mode inside; modes, buffers and random state are put back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        self._modes = [(module, module.training) for module in self._model.modules()]
-        self._random = torch.get_rng_state()
-        self._fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        self._model.eval()
-
-    def __exit__(self, *problem: object) -> None:
-        for module, training in self._modes:
-            module.training = training
-        torch.set_rng_state(self._random)
-        torch.backends.mha.set_fastpath_enabled(self._fast)
