@@ -28,7 +28,7 @@ def gpipe(rank: int, p: int, v: int, m: int) -> list[Step]:
 def one_forward_one_backward(rank: int, p: int, v: int, m: int) -> list[Step]:
     """As early a backward as there can be (PipeDream-Flush, arXiv 2104.04473, section 2.2.1): p - rank live ones."""
     chunks = _breadth_first(rank, p, v, m)
-    return _weave(chunks, chunks, num_warmup=min(p - 1 - rank, m))
+    return _weave(chunks, chunks, num_warmup=p - 1 - rank)
 
 
 def interleaved_1f1b(rank: int, p: int, v: int, m: int) -> list[Step]:

@@ -118,7 +118,7 @@ class _Walk:
         self.waiting: dict[_Result, list[tuple[int, Action]]] = {}
 
     def run(self) -> Simulation:
-        ready = [(rank, action) for rank, actions in enumerate(self.left) for action in [next(actions, None)] if action]
+        ready = [(rank, next(actions)) for rank, actions in enumerate(self.left)]
         while ready:
             rank, action = ready.pop()
             ready += self._go_on(rank, action)

@@ -85,7 +85,7 @@ class Timeline:
     """What happened on each rank. Plain data: it can be pickled, and the notebook's kernel can hold it.
 
     The ranks are all that were recorded, in any order: with data parallelism several hold the same stages, and the
-    replay takes the median of their busy times, over all steps too.
+    replay takes the median of their busy times, over all steps too. Their clocks must agree, as those of one host do.
 
     Args:
         events: By rank, what was recorded, of any number of steps.
@@ -101,7 +101,7 @@ class Timeline:
     def measured(self) -> Measured:
         """The steps of which everything was kept on every rank, in wall time."""
         num_dropped = self.num_dropped or (0,) * len(self.events)
-        whole = set.intersection(*map(self._whole_steps, self.events, num_dropped))
+        whole = set.intersection(*map(self._whole_steps, self.events, num_dropped)) if self.events else set()
         return Measured(tuple(tuple(event for event in events if event.step in whole) for events in self.events))
 
     @cached_property

@@ -85,7 +85,10 @@ class Recorder:
         return self._num_recorded - len(self._kept)
 
     def events(self) -> tuple[TimelineEvent, ...]:
-        """The latest events, in the order in which they ended. On CUDA it waits until the device is through."""
+        """The latest events, in the order in which they ended.
+
+        On CUDA it waits until the device is through, and only the thread that records may ask.
+        """
         if self._device is not None:
             self._read_device(self._device)
         return tuple(map(_event, self._kept.copy()))  # a copy: the training thread may append
