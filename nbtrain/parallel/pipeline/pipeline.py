@@ -72,19 +72,19 @@ class Pipeline:
         self._blanks = Blanks(device)
         self._passages: dict[Any, list[Passage]] = {}
         self._runtimes: dict[tuple[bool, int], Runtime] = {}
+        self._num_last: int | None = None
         self._begun = 0
+        self._is_real = False  # whether any microbatch of the step had a sample
         self.ties = Ties([])
         self.usage: StageUsage | None = None
 
     # a step
 
-    def backward(
-        self, chunk: Batch, loss_fn: LossFn | None, divisor: float, tally: Tally, stand_in: StandIn
-    ) -> None:
+    def backward(self, chunk: Batch, loss_fn: LossFn | None, divisor: float, tally: Tally, stand_in: StandIn) -> None:
         """Forward and backward of one accumulation chunk; adds to gradients, and on the last stage to ``tally``."""
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
-        count = self._num_microbatches(chunk)
+        count = self._num_last = self._num_microbatches(chunk)
         parts = chunk.chunks(count, uneven=True)
         losses: list[Loss] = []
         microbatches = [
@@ -92,15 +92,16 @@ class Pipeline:
             for number, part in enumerate(parts)
         ]
         self._begun += count
+        self._is_real |= chunk.num_samples > 0
         self._run(microbatches, backward=True)
         for loss in losses:
             tally.add(loss)
 
     def reduce(self, bucket_mb: float | None) -> None:
         """Behind the last chunk: the gradients become those of the step. Collective."""
-        self._begun = 0
-        if self.usage is not None:
+        if self.usage is not None and self._is_real:
             self.usage.note(reduction.found_gradients(self._model, self._layout))
+        self._begun, self._is_real = 0, False
         if not self._layout.shards:
             self.ties.sum_gradients(self._group)
         reduction.reduce(self._model, self._layout, bucket_mb)
@@ -121,7 +122,7 @@ class Pipeline:
 
     def recover(self) -> None:
         """After an exception: nothing of a schedule that did not end is left."""
-        self._begun = 0
+        self._begun, self._is_real = 0, False
         self._runtimes.clear()
 
     def regroup(self) -> None:
@@ -131,14 +132,14 @@ class Pipeline:
 
     def _run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> None:
         runtime = self._runtime(backward, len(microbatches))
-        for stage in runtime._stages:
+        for stage in runtime.held:
             stage.begin(microbatches, backward=backward)
         try:
             runtime.run()
         except BaseException:
             self.recover()
             raise
-        for stage in runtime._stages:
+        for stage in runtime.held:
             stage.clear_runtime_states()
 
     # microbatches
@@ -206,8 +207,8 @@ class Pipeline:
             for call in passage.score.calls[passage.first : passage.end]:
                 if call.unit not in self.partition.units[stage]:
                     raise ModelError(
-                        f"stage {stage} calls '{call.unit}', which it does not hold: the model was split by a forward on "
-                        "a probe, which called other modules; give one like the batches: nt.Trainer(..., probe=inputs)"
+                        f"stage {stage} calls '{call.unit}', which it does not hold: the model was split by a forward "
+                        "on a probe, which called other modules; give one like the batches: nt.Trainer(..., probe=...)"
                     )
 
     # the schedule
@@ -217,22 +218,24 @@ class Pipeline:
         assert self._layout.mesh is not None, "stages are on ranks"
         return self._layout.mesh.get_group("pp")
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """Of a step."""
-        return schedule_of(self._layout.plan, num_microbatches)
+    def schedule(self) -> Schedule:
+        """Of a step; the last one's number of microbatches where the plan leaves that open."""
+        return schedule_of(self._layout.plan, self._num_last)
 
     def _runtime(self, backward: bool, count: int) -> Runtime:
         key = backward, count
         if key not in self._runtimes:
-            schedule = self.schedule(count) if backward else forward_only(schedule_of(self._layout.plan, None), count)
+            schedule = schedule_of(self._layout.plan, count if backward else None)
+            schedule = schedule if backward else forward_only(schedule, count)
             stages = [self._stage(index) for index in self.partition.stages_of(self._group.rank())]
             self._runtimes[key] = Runtime(stages, schedule)
         return self._runtimes[key]
 
     def _stage(self, index: int) -> Stage:
         parameters = functools.partial(self._trained, index)
+        settle = functools.partial(reduction.settle_weights, self._model, self._layout)
         num_stages, draws = self.partition.num_stages, self._layout.draws
-        return Stage(index, num_stages, self._device, self._group, parameters, self._blanks, draws)
+        return Stage(index, num_stages, self._device, self._group, parameters, settle, self._blanks, draws)
 
     def _trained(self, stage: int) -> list[nn.Parameter]:
         """What the backward of a stage leaves gradients in, as it is now: FSDP puts gathered ones in their places."""
@@ -275,7 +278,5 @@ def _kept(losses: list[Loss], loss: Loss, is_empty: bool) -> None:
 def _signature(batch: Batch) -> Any:
     """What the shapes in a forward depend on."""
     leaves, form = tree_flatten((batch.positional, dict(batch.named)))
-    shapes = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-    )
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     return str(form), shapes
