@@ -73,6 +73,7 @@ class Pipeline:
         self._passages: dict[Any, list[Passage]] = {}
         self._runtimes: dict[tuple[bool, int], Runtime] = {}
         self._num_last: int | None = None
+        self._modes: tuple[bool, ...] = ()
         self._begun = 0
         self._is_real = False  # whether any microbatch of the step had a sample
         self.ties = Ties([])
@@ -85,6 +86,7 @@ class Pipeline:
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
         count = self._num_last = self._num_microbatches(chunk)
+        self._modes = tuple(module.training for module in self._model.modules())
         parts = chunk.chunks(count, uneven=True)
         losses: list[Loss] = []
         microbatches = [
@@ -111,6 +113,7 @@ class Pipeline:
     def evaluate(self, batch: Batch, loss_fn: LossFn | None, tally: Tally, stand_in: StandIn) -> None:
         """Adds the losses of a batch to ``tally`` on the last stage. No gradients."""
         parts = batch.chunks(self._layout.plan.pp, uneven=True)
+        self._modes = tuple(module.training for module in self._model.modules())
         losses: list[Loss] = []
         microbatches = [
             self._microbatch(part, loss_fn, number, stand_in, functools.partial(_kept, losses))
@@ -176,7 +179,7 @@ class Pipeline:
             yield
 
     def _passages_of(self, batch: Batch, loss_fn: LossFn | None) -> list[Passage]:
-        key = _signature(batch), tuple(module.training for module in self._model.modules())
+        key = _signature(batch), self._modes
         if key not in self._passages:
             score = Rehearsal(self._twins, self._units, self._device).run(
                 self._model, lambda: run_model(self._forward, loss_fn, batch)

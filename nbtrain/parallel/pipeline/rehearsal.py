@@ -87,8 +87,17 @@ class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        self.seen = self.seen or _draws(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws random numbers: attention does so only where it drops."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 class _Labels:
@@ -129,7 +138,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **(kwargs or {}))
         if self.paused:
             return output
-        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        self.random = self.random or _draws(func, args, kwargs or {})
         if found := self._labels.of(tree_leaves((args, kwargs))):
             for tensor in (*tree_leaves(output), *_written(func, args, kwargs or {})):
                 if isinstance(tensor, torch.Tensor):

@@ -259,8 +259,8 @@ class Stage(_PipelineStageBase):
         return [graph.outputs[value] for value in trained], [arrived[value] for value in trained]
 
     def _splits(self, roots: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
-        """Whether torch can take the gradients of inputs first: of weights it finds what comes by a path that an input's
-        gradient takes too, and loses what reaches them from an output that depends on no input."""
+        """Whether torch can take the gradients of inputs first: of weights it finds what comes by a path that the
+        gradient of an input takes too, and loses what reaches them from an output that depends on no input."""
         return _all_depend([root.grad_fn for root in roots], {_accumulator(tensor) for tensor in inputs})
 
     def _gradient(
