@@ -18,6 +18,7 @@ from torch import nn
 import nbtrain as nt
 from nbtrain.parallel.heal import heal
 from nbtrain.parallel.mesh import data_coordinate
+from nbtrain.parallel.pipeline import pipeline
 from nbtrain.parallel.totals import Tally
 
 STEPS, FATAL = 6, 3
@@ -38,6 +39,20 @@ PLACES = (
 TENSOR = ("tp ddp", "tp zero3")
 TENSOR_PLACES = ("forward", "in the wait", "optimizer")
 """With ``tp``: peers wait for each other in every layer."""
+
+STAGES = ("pp ddp", "pp zero3", "pp zero1")
+STAGE_DEATHS = [
+    ("gpt", "pp ddp", "forward", 2),
+    ("conv", "pp ddp", "backward", 1),
+    ("noisy", "pp ddp", "in the wait", 3),
+    ("conv", "pp zero3", "forward", 0),
+    ("gpt", "pp zero3", "optimizer", 3),
+    ("noisy", "pp zero3", "behind the wait", 2),
+    ("gpt", "pp zero1", "backward", 2),
+    ("conv", "pp zero1", "gathering", 3),
+    ("noisy", "pp zero1", "between", 1),
+]
+"""With ``pp``: the lowest survivor holds other stages than ranks 2 and 3, and the embedding is tied over stages."""
 
 UPDATES = ("zero1", "zero1 mirrored")
 UPDATE_PLACES = ("backward", "behind the wait", "optimizer", "gathering")
@@ -86,6 +101,7 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str, dict[str, Any]]] = {
     "net": (Net, nn.functional.mse_loss, "mlp", {"optimizer": momentum, "grad_clip": 0.5}),
     "gpt": (models.GPT, models.token_mean, "gpt", {"optimizer": adamw, "scheduler": cosine, "accumulate": 2}),
+    "conv": (models.ConvNet, nn.functional.cross_entropy, "conv", {"optimizer": momentum, "grad_clip": 0.5}),
     "noisy": (Noisy, models.token_mean, "gpt", {"optimizer": adamw}),
     "split": (zoo.SplitGPT, models.token_mean, "gpt", {"optimizer": adamw, "grad_clip": 0.5}),
 }
@@ -97,6 +113,9 @@ PLANS = {
     "bf16": ("zero=3,precision=bf16", 2, {"redundancy": True}),
     "zero1": ("zero=1,dp_replicate=2,dp_shard=2", 4, {}),
     "zero1 mirrored": ("zero=1", 3, {"redundancy": True}),
+    "pp ddp": ("zero=0,pp=2,num_microbatches=4", 4, {}),
+    "pp zero3": ("zero=3,pp=2,num_microbatches=4", 4, {"redundancy": True}),
+    "pp zero1": ("zero=1,pp=2,schedule=zbv,num_microbatches=4", 4, {"redundancy": True}),
     "tp ddp": ("zero=0,tp=2", 4, {}),
     "tp zero3": ("zero=3,tp=2,sequence_parallel=true", 4, {"redundancy": True}),
 }
@@ -126,9 +145,11 @@ def doom(trainer: nt.Trainer, place: str) -> None:
     """Makes this rank die in the next step, or before it."""
     if place == "between":
         die()
-    if place == "forward":
+    if trainer.plan.pp > 1 and place in ("forward", "backward"):
+        setattr(pipeline.Stage, f"{place}_one_chunk", _third_time(getattr(pipeline.Stage, f"{place}_one_chunk")))
+    elif place == "forward":
         trainer._stepper.loss_fn = lambda *args: die()
-    if place == "backward":
+    elif place == "backward":
         loss_fn = trainer._stepper.loss_fn
         trainer._stepper.loss_fn = lambda *args: _Fatal.apply(loss_fn(*args))
     if place == "mirroring" and trainer._stepper.mirror is not None:
@@ -148,6 +169,12 @@ def doom(trainer: nt.Trainer, place: str) -> None:
         trainer.optimizer.step = die
     if place == "gathering":
         trainer.model._all_gather = lambda buffers: die()
+
+
+def _third_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dies in the middle of a schedule."""
+    calls = itertools.count(1)
+    return lambda *args, **options: die() if next(calls) == 3 else function(*args, **options)
 
 
 class _Fatal(torch.autograd.Function):
@@ -243,7 +270,7 @@ def check(kind: str, plan: str, dying: tuple[int, ...], place: str) -> None:
 def _sweep() -> list[tuple[str, str, str, int]]:
     """Every plan with every place; models and ranks take turns."""
     cases = []
-    everywhere = itertools.product([plan for plan in PLANS if plan not in (*UPDATES, *TENSOR)], PLACES)
+    everywhere = itertools.product([plan for plan in PLANS if plan not in (*UPDATES, *TENSOR, *STAGES)], PLACES)
     some = [*itertools.product(UPDATES, UPDATE_PLACES), *itertools.product(TENSOR, TENSOR_PLACES)]
     for turn, (plan, place) in enumerate([*everywhere, *some]):
         # dropout goes on where a mirror knows how
@@ -251,7 +278,7 @@ def _sweep() -> list[tuple[str, str, str, int]]:
         if plan in TENSOR:
             kinds = ["split"]
         cases.append((kinds[turn % len(kinds)], plan, place, (turn + turn // len(PLACES)) % PLANS[plan][1]))
-    return cases
+    return [*cases, *STAGE_DEATHS]
 
 
 @pytest.mark.parametrize(("kind", "plan", "place", "rank"), _sweep())
@@ -259,7 +286,7 @@ def test_wherever_a_rank_dies(kind: str, plan: str, place: str, rank: int) -> No
     check(kind, plan, (rank,), place)
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "tp zero3"])  # their attention is inline
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan not in ("tp zero3", *STAGES)])  # attention is inline
 @pytest.mark.parametrize("kind", ["gpt", "noisy"])
 def test_tied_weights_schedules_accumulation_and_dropout(kind: str, plan: str) -> None:
     if kind == "noisy" and not PLANS[plan][2]:
