@@ -38,7 +38,7 @@ _AGAIN = "make the model and the trainer again on all ranks, and load what you s
 _TRAINER_AGAIN = "the model is whole: make the trainer again on all ranks"
 _ORDER: list[type] = [ModelHeir, TrainerHeir, LoaderHeir]  # what comes later may link to what was before
 _KEPT = "on no other rank (Trainer(..., redundancy=True) keeps a copy)"
-_ONLY_ONE = "its part of the model was on no other rank (with twice as many ranks, dp_replicate=2 keeps each part twice)"
+_ONLY_ONE = "its part of the model was on no other rank (with twice the ranks, dp_replicate=2 keeps a copy)"
 _GONE = f"its shards were {_KEPT}"
 _STATE_GONE = f"its optimizer state was {_KEPT}"
 _PIECES_GONE = f"its pieces of the step that was under way were {_KEPT}"
