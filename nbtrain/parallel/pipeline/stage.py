@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -147,11 +147,11 @@ class Stage(_PipelineStageBase):
         self._boxes = _Boxes()
         self._microbatches: Sequence[Microbatch] = ()
         self._sent: list[tuple[str, int, int, list[dist.Work]]] = []  # what, microbatch, to which stage
-        self._num_waits = 0
+        self._num_waits = self._tag = 0
 
-    def begin(self, microbatches: Sequence[Microbatch], *, backward: bool) -> None:
-        """Before a run of the schedule."""
-        self._microbatches, self._boxes = microbatches, _Boxes()
+    def begin(self, microbatches: Sequence[Microbatch], tag: int, *, backward: bool) -> None:
+        """Before a run of the schedule; messages of another ``tag`` are never taken for its own."""
+        self._microbatches, self._boxes, self._tag = microbatches, _Boxes(), tag
         self._sent.clear()
         self.chunks = len(microbatches)
         self.has_backward = backward
@@ -164,7 +164,7 @@ class Stage(_PipelineStageBase):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         passage = self._passage(fwd_chunk_id)
         self._boxes.received[fwd_chunk_id] = self._buffers(passage, passage.incoming)
-        return self._messages(dist.irecv, self._boxes.received[fwd_chunk_id].values(), self.stage_index - 1)
+        return self._receives(self._boxes.received[fwd_chunk_id].values(), self.stage_index - 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self._boxes.received[mb_index] = {value: tensor.detach() for value, tensor in prev_stage_outputs.items()}
@@ -212,7 +212,7 @@ class Stage(_PipelineStageBase):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         passage = self._passage(bwd_chunk_id)
         self._boxes.gradients[bwd_chunk_id] = self._buffers(passage, passage.with_gradient(passage.outgoing))
-        return self._messages(dist.irecv, self._boxes.gradients[bwd_chunk_id].values(), self.stage_index + 1)
+        return self._receives(self._boxes.gradients[bwd_chunk_id].values(), self.stage_index + 1)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self._boxes.gradients[mb_index] = next_stage_bwd_outputs
@@ -285,10 +285,10 @@ class Stage(_PipelineStageBase):
         metas = {value: passage.meta(value) for value in values}
         return {value: torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for value, meta in metas.items()}
 
-    def _messages(self, send_or_receive: Any, tensors: Any, stage: int) -> list[dist.P2POp]:
+    def _receives(self, tensors: Iterable[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
         return [
-            dist.P2POp(send_or_receive, _on_wire(tensor), group=self.group, group_peer=peer)
+            dist.P2POp(dist.irecv, _on_wire(tensor), group=self.group, tag=self._tag, group_peer=peer)
             for tensor in tensors
             if tensor.numel()
         ]
@@ -298,7 +298,7 @@ class Stage(_PipelineStageBase):
         peer = self.stage_index_to_group_rank[stage]
         with self._span(EventKind.SEND, microbatch, what):
             works = [
-                dist.isend(_on_wire(tensor), group=self.group, group_dst=peer)
+                dist.isend(_on_wire(tensor), group=self.group, tag=self._tag, group_dst=peer)
                 for tensor in tensors.values()
                 if tensor.numel()
             ]
