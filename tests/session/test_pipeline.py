@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 from notebook import Notebook, plain
@@ -67,11 +68,18 @@ assert all(torch.equal(after[name], expected[name]) for name in expected)
 """
 
 
+@pytest.fixture(scope="module")
+def nb() -> Iterator[Notebook]:
+    with Notebook() as notebook:
+        assert notebook("%distributed start -n 4 --hang-after 2").status == "ok"
+        assert notebook(MODEL).status == "ok"
+        yield notebook
+        notebook("%distributed stop")
+
+
 @pytest.fixture(scope="module", params=SPECS, autouse=True)
 def _trained(nb: Notebook, request: pytest.FixtureRequest) -> None:
-    """A trainer for the tests to disturb, and one that is left alone: ``redundancy`` where shards have no replica."""
-    nb("%distributed restart --hang-after 2")
-    assert nb(MODEL).status == "ok"
+    """A trainer for the tests to disturb, and one that is left alone."""
     made = nb(
         f"%%distributed\nundisturbed = make({request.param!r})\ntrainer = make({request.param!r})\n"
         "steps(trainer, 2), steps(undisturbed, 2)"
