@@ -16,6 +16,7 @@ from lives import Life, die, run_lives
 from torch import nn
 
 import nbtrain as nt
+from nbtrain.errors import SessionError
 from nbtrain.parallel.heal import heal
 from nbtrain.parallel.mesh import data_coordinate
 from nbtrain.parallel.pipeline import pipeline
@@ -42,17 +43,16 @@ TENSOR_PLACES = ("forward", "in the wait", "optimizer")
 
 STAGES = ("pp ddp", "pp zero3", "pp zero1")
 STAGE_DEATHS = [
-    ("gpt", "pp ddp", "forward", 2),
-    ("conv", "pp ddp", "backward", 1),
-    ("noisy", "pp ddp", "in the wait", 3),
-    ("conv", "pp zero3", "forward", 0),
-    ("gpt", "pp zero3", "optimizer", 3),
-    ("noisy", "pp zero3", "behind the wait", 2),
+    ("noisy", "pp ddp", "forward", 2),
+    ("noisy", "pp ddp", "in the wait", 1),
+    ("conv", "pp zero3", "backward", 0),
+    ("conv", "pp zero3", "optimizer", 3),
     ("gpt", "pp zero1", "backward", 2),
-    ("conv", "pp zero1", "gathering", 3),
-    ("noisy", "pp zero1", "between", 1),
+    ("gpt", "pp zero1", "gathering", 3),
+    ("gpt", "pp zero1", "between", 1),
 ]
-"""With ``pp``: the lowest survivor holds other stages than ranks 2 and 3, and the embedding is tied over stages."""
+"""With ``pp``: the lowest survivor holds other stages than ranks 2 and 3, the embedding is tied over stages, and
+dropout goes on without a mirror: what a microbatch draws depends on its number."""
 
 UPDATES = ("zero1", "zero1 mirrored")
 UPDATE_PLACES = ("backward", "behind the wait", "optimizer", "gathering")
@@ -225,6 +225,8 @@ def disturbed(kind: str, plan: str, dying: tuple[int, ...], place: str) -> list[
     def live_on(life: Life) -> Any:
         trainer = make(kind, plan)
         namespace = {"trainer": trainer, "model": trainer.model, "optimizer": trainer.optimizer, "before": 1}
+        if plan == "pp ddp":
+            namespace["positions"] = trainer.model.positions.weight  # of the first stage: the others have a blank
         losses = {}
         try:
             for step in range(1, FATAL + 1):
@@ -244,7 +246,7 @@ def disturbed(kind: str, plan: str, dying: tuple[int, ...], place: str) -> list[
         report = heal(namespace, dying)
         # two ranks that have the same number say that it is nobody's own
         missing = [] if PLANS[plan][1] - len(dying) > 1 else ["before"]
-        healed = ["trainer", "model", "optimizer"]
+        healed = ["trainer", "model", "optimizer", *(["positions"] if plan == "pp ddp" else [])]
         assert report == {"healed": healed, "lost": {}, "missing": missing, "reset": []}
         trainer = namespace["trainer"]
         assert namespace["model"] is trainer.model
@@ -347,3 +349,24 @@ def test_one_after_another(plan: str) -> None:
     for got, after in alive:
         assert got == pytest.approx({step: losses[step] for step in got}, rel=2e-6)
         torch.testing.assert_close(after, state, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stage_that_no_other_rank_has_is_lost() -> None:
+    def live_on(life: Life) -> None:
+        torch.manual_seed(0)
+        trainer = nt.Trainer(
+            models.ConvNet(), nt.Plan(pp=2, num_microbatches=4), optimizer=momentum, loss_fn=nn.functional.cross_entropy
+        )
+        trainer.step(*models.CASES["conv"].batch(torch.Generator().manual_seed(1), BATCH))
+        if life.rank == 1:
+            die()
+        go_on(life, {"trainer": trainer})
+        with pytest.raises(SessionError, match=r"the trainer ended with rank 1: .*; make the model and the trainer"):
+            trainer.evaluate([models.CASES["conv"].batch(torch.Generator().manual_seed(2), BATCH)])
+
+    def go_on(life: Life, namespace: dict[str, Any]) -> None:
+        life.rejoin(1, (1,))
+        report = heal(namespace, (1,))
+        assert "dp_replicate=2 keeps a copy" in report["lost"]["trainer"]
+
+    run_lives(live_on, lambda life: go_on(life, {}), 2, (1,))
