@@ -44,7 +44,7 @@ class Twins:
         made: dict[int, torch.Tensor] = {}
         for module in self._structure.modules():
             if isinstance(module, _BatchNorm):  # which refuses single samples that those of other ranks go with
-                module.forward = _unchanged
+                module.forward = _unchanged  # type: ignore[method-assign, assignment]
             for slots in (module._parameters, module._buffers):
                 for name, tensor in slots.items():
                     if tensor is not None:
