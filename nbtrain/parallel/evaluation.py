@@ -35,10 +35,12 @@ def evaluate(
         stand_in = StandIn()
         for item in batches:
             batch = batch_of(item)
-            if layout.peers is not None:
-                require_same_batch(batch, layout.peers, device)
+            require_same_batch(batch, layout, device)
             batch = batch.to(device)
             stand_in.remember(batch)
+            if layout.pipeline is not None:
+                layout.pipeline.evaluate(batch, loss_fn, tally, stand_in)
+                continue
             if batch.num_samples == 0 and layout.group is not None:
                 joined_forward(model, loss_fn, stand_in.of(batch))
             else:

@@ -218,6 +218,11 @@ class Stepper:
     def _backward(self, chunks: Sequence[Batch]) -> Tally:
         """Leaves the gradients of the global sum over the divisor; the true weight is known only afterwards."""
         tally, loss_fn = Tally(self.device), self.watched_loss
+        if (pipeline := self.layout.pipeline) is not None:
+            for chunk in chunks:
+                pipeline.backward(chunk, loss_fn, self._divisor / self.layout.dp, tally, self._stand_in)
+            pipeline.reduce(self.layout.plan.bucket_mb)
+            return tally
         for index, chunk in enumerate(chunks):
             with self._reduction(last=index == len(chunks) - 1):
                 if chunk.num_samples == 0 and self.layout.group is not None:
@@ -290,7 +295,7 @@ class Stepper:
         names: list[str] = gradients.not_finite(named)
         if self.layout.everyone is not None:
             known = _union(names, self.layout.everyone)
-            names = [name for name, _ in model.named_parameters() if name in known]
+            names = [name for name in self.layout.all_names(model) if name in known]
         raise GradientError(
             f"the gradient norm is {norm} at step {self.phase.step}, from {_some(names)}; the weights are those of "
             "the step before: look at the batch, or lower the learning rate"
@@ -301,6 +306,8 @@ class Stepper:
         cut_off = isinstance(problem, (KeyboardInterrupt, RuntimeError)) and not isinstance(problem, NbtrainError)
         if self.phase.stage is Stage.READY and cut_off and self.layout.everyone is not None:
             return  # the gradients are final: `agree` or the next step tells what becomes of them
+        if self.layout.pipeline is not None:
+            self.layout.pipeline.recover()
         if isinstance(self.model, Replica):
             self.model.unwrap()
         elif self.layout.shards:

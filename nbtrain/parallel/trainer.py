@@ -141,8 +141,7 @@ class Trainer:
         """
         require_all_ranks("Trainer.step")
         share = Batch.of(batch, named)
-        if (peers := self._stepper.layout.peers) is not None:
-            require_same_batch(share, peers, self._device)
+        require_same_batch(share, self._stepper.layout, self._device)
         return self._scalar(self._stepper.step(share.to(self._device), self._accumulate))
 
     def evaluate(self, batches: Iterable[Any]) -> torch.Tensor:
@@ -201,6 +200,7 @@ class Trainer:
             ),
             holdings_text(held),
             *([] if (tensor := self._stepper.layout.tensor) is None else [tensor.told]),
+            *([] if (split := self._stepper.layout.split) is None else [split.told]),
             *bucket_text(self.model),
         ]
         return "\n".join(lines)

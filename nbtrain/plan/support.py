@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
-    "pp": (1,),
     "algorithm": ("allreduce",),
     "hierarchical": (False,),
 }

@@ -20,6 +20,9 @@ class Conductor(Protocol):
     def call(self, unit: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In the place of ``run(*args, **kwargs)``."""
 
+    def conduct(self, forward: Callable[[], Any]) -> Any:
+        """In the place of the model's own ``forward()``."""
+
 
 class Cut(BaseException):
     """Ends a forward behind the stage's last unit. Not an Exception: a model's own code may catch those."""
@@ -105,14 +108,22 @@ class Flow:
     def is_last(self) -> bool:
         return self._end == len(self._score.calls)
 
-    def run(self, forward: Callable[[], Any]) -> Any:
-        """``forward``'s output; None where the stage ends before."""
+    def conduct(self, forward: Callable[[], Any]) -> Any:
+        """``forward``'s output; where the stage ends before, what it gives: hooks around the model then see it."""
         try:
-            with conducted(self), seeded(self._draws, self._microbatch, -1):
+            with seeded(self._draws, self._microbatch, -1):
                 output = forward()
         except Cut:
-            return None
+            return tuple(self.given.values())
         self._require_end()
+        return output
+
+    def run(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``model(*args, **kwargs)`` with this flow around it."""
+        with conducted(self):
+            output = model(*args, **kwargs)
+        if not self.is_last:
+            self.given = dict(zip(self.given, output, strict=True))
         return output
 
     def call(self, unit: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

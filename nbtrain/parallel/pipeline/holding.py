@@ -58,3 +58,18 @@ def holders(names: Mapping[str, str], held: list[set[str]]) -> dict[str, tuple[i
         for name in dict.fromkeys(names[name] for name in names if name in own):
             found[name] = (*found.get(name, ()), rank)
     return found
+
+
+def held_names(model: nn.Module, units: Mapping[str, nn.Module], held: Iterable[str]) -> set[str]:
+    """Names of the parameters and buffers that `keep` would leave; ``model`` is whole."""
+    held = set(held)
+    staying = {id(module) for name, unit in units.items() if name in held for module in unit.modules()}
+    inside = {id(module) for unit in units.values() for module in unit.modules()}
+    found = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        names = {f"{dot}{key}" for key, value in module._parameters.items() if value is not None}
+        found |= names if id(module) in staying else names & held
+        if id(module) in staying or id(module) not in inside:
+            found |= {f"{dot}{key}" for key, value in module._buffers.items() if value is not None}
+    return found

@@ -173,6 +173,9 @@ class Rehearsal:
         reads, names = _sorted_out(self._labels.of(tree_leaves(_plain(output))))
         return Score(tuple(self._calls), reads, names, self._random or self._tracker.random)
 
+    def conduct(self, forward: Callable[[], Any]) -> Any:
+        return forward()
+
     def call(self, unit: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = len(self._calls)
         reads, parameters = _sorted_out(self._labels.of(tree_leaves(_plain((args, kwargs)))))

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from nbtrain.parallel.pipeline.stage import Stage
-from nbtrain.planner.schedules import Schedule, Step
+from nbtrain.planner.schedule import Schedule, Step
 
 _LOGGER = logging.getLogger("torch.distributed.pipelining.schedules")
 
