@@ -10,7 +10,7 @@ from nbtrain.errors import PlanError
 _VIRTUAL_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
 """Of the schedules that fix their number; the others take 2 or more."""
 
-_FEWEST_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
+_IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 
 
 def virtual_stages(schedule: str, num_virtual_stages: int | None = None) -> int:
@@ -65,10 +65,10 @@ def fewest_microbatches(schedule: str, num_ranks: int) -> int:
 def num_rounds(schedule: str, num_ranks: int, num_microbatches: int) -> int:
     """Into how many equal rounds an interleaved schedule divides the microbatches; 1 for the others.
 
-    A round runs through all stages of a rank. It has at least ``num_ranks`` microbatches where there are so many,
-    since a later stage of the same rank would wait for the first of them else.
+    A round runs through all stages of a rank. With fewer microbatches in it than there are ranks, a rank's next stage
+    would wait for its first one.
     """
-    return max(1, num_microbatches // num_ranks) if schedule in _FEWEST_ROUNDS else 1
+    return max(1, num_microbatches // num_ranks) if schedule in _IN_ROUNDS else 1
 
 
 def _nearest(schedule: str, num_ranks: int, num_microbatches: int) -> list[int]:
@@ -83,7 +83,7 @@ def _fitting(schedule: str, num_ranks: int, numbers: Iterator[int]) -> Iterator[
 
 
 def _need(schedule: str, num_ranks: int, num_microbatches: int) -> str:
-    if schedule in _FEWEST_ROUNDS:
+    if schedule in _IN_ROUNDS:
         rounds = num_rounds(schedule, num_ranks, num_microbatches)
         return f"microbatches that divide into {num_microbatches} // {num_ranks} = {rounds} equal rounds"
     return f"at least {fewest_microbatches(schedule, num_ranks)} microbatches"

@@ -28,7 +28,7 @@ def gpipe(rank: int, p: int, v: int, m: int) -> list[Step]:
 def one_forward_one_backward(rank: int, p: int, v: int, m: int) -> list[Step]:
     """As early a backward as there can be (PipeDream-Flush, arXiv 2104.04473, section 2.2.1): p - rank live ones."""
     chunks = _breadth_first(rank, p, v, m)
-    return _weave(chunks, chunks, num_warmup=min(p - 1 - rank, m))
+    return _weave(chunks, chunks, num_warmup=p - 1 - rank)
 
 
 def interleaved_1f1b(rank: int, p: int, v: int, m: int) -> list[Step]:
@@ -46,7 +46,7 @@ def interleaved_zero_bubble(rank: int, p: int, v: int, m: int) -> list[Step]:
     """Weights' gradients later, in place of bubbles (ZB-H1 of arXiv 2401.10241, section 3.1), with v stages a rank.
 
     The gradient of a stage's input goes out at once, so that a rank warms up with half of 1F1B's forwards; the part
-    for the weights follows ``rank`` backwards behind, so that no rank keeps more than interleaved 1F1B does.
+    for the weights follows ``rank`` backwards behind, so that every rank keeps as much as rank 0.
     """
     per_round = m // num_rounds("interleaved_zero_bubble", p, m)
     warmup = (v - 1) * per_round + (p - 1 - rank)

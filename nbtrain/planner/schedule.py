@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 
 class Kind(StrEnum):
@@ -79,6 +80,15 @@ class Schedule:
         """What ``rank`` does in order; of a step that overlaps two actions, first the forward."""
         return (action for step in self.steps[rank] for action in step)
 
+    def live_chunks(self, until: Kind = Kind.BACKWARD_INPUT) -> tuple[int, ...]:
+        """By rank, of how many (stage, microbatch) pairs it keeps activations at most, at one time.
+
+        Args:
+            until: What ends a life where a backward has two parts. After ``Kind.BACKWARD_INPUT`` only what the
+                weights' gradients need is left; ``Kind.BACKWARD_WEIGHT`` counts these remains as if they were whole.
+        """
+        return tuple(_peak(self.actions(rank), until) for rank in range(self.num_ranks))
+
     def __repr__(self) -> str:
         return (
             f"Schedule({self.name!r}, {self.num_ranks} ranks, {self.num_stages} stages, "
@@ -90,6 +100,11 @@ class Schedule:
         return "\n".join(
             f"rank {rank}: {' '.join(_spelled(step) for step in steps)}" for rank, steps in enumerate(self.steps)
         )
+
+
+def _peak(actions: Iterator[Action], until: Kind) -> int:
+    changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, until: -1}
+    return max(accumulate(changes.get(action.kind, 0) for action in actions))
 
 
 def _spelled(step: Step) -> str:

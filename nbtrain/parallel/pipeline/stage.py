@@ -250,11 +250,9 @@ class Stage(_PipelineStageBase):
         return [graph.outputs[value] for value in trained], [arrived[value] for value in trained]
 
     def _splits(self, roots: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
-        """Whether torch can take the gradients of inputs first: it loses those of weights from which no path leads to
-        one of an input, and of all where no input has one."""
-        nodes = {_accumulator(tensor) for tensor in inputs}
-        weights = {_accumulator(parameter) for parameter in self._parameters()}
-        return bool(nodes) and _all_meet([root.grad_fn for root in roots], nodes, weights)
+        """Whether torch can take the gradients of inputs first: of weights it finds what comes by a path that an input's
+        gradient takes too, and loses what reaches them from an output that depends on no input."""
+        return _all_depend([root.grad_fn for root in roots], {_accumulator(tensor) for tensor in inputs})
 
     def _gradient(
         self, value: Value, found: torch.Tensor | None, arrived: Mapping[Value, torch.Tensor], like: torch.Tensor
@@ -322,8 +320,8 @@ def _accumulator(tensor: torch.Tensor) -> Any:
     return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # it requires a gradient
 
 
-def _all_meet(roots: list[Any], inputs: set[Any], weights: set[Any]) -> bool:
-    """Whether from each of ``weights`` that ``roots`` depend on, a path of the graph joins one from ``inputs``."""
+def _all_depend(roots: list[Any], inputs: set[Any]) -> bool:
+    """Whether in the graph below ``roots`` each of them depends on one of ``inputs``."""
     users: dict[Any, list[Any]] = {}
     seen, waiting = set(roots), list(roots)
     while waiting:
@@ -335,8 +333,7 @@ def _all_meet(roots: list[Any], inputs: set[Any], weights: set[Any]) -> bool:
             if following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    joined = _upward(inputs & seen, users)
-    return all(_upward({weight}, users) & joined for weight in weights & seen)
+    return set(roots) <= _upward(inputs & seen, users)
 
 
 def _upward(nodes: set[Any], users: Mapping[Any, list[Any]]) -> set[Any]:
