@@ -18,6 +18,7 @@ from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.peers import require_same_batch
 from nbtrain.parallel.totals import Tally
 from nbtrain.parallel.uneven import StandIn, joined_forward
+from nbtrain.telemetry.timeline import recorder
 
 
 def evaluate(
@@ -31,7 +32,7 @@ def evaluate(
     if layout.everyone is not None and isinstance(batches, Sized):
         _require_same_length(len(batches), layout.everyone, device)
     tally = Tally(device)
-    with _eval_mode(model), torch.no_grad():
+    with _eval_mode(model), torch.no_grad(), recorder().paused():
         stand_in = StandIn()
         for item in batches:
             batch = batch_of(item)

@@ -23,12 +23,11 @@ def gathered(every: Mapping[str, Any], own: Mapping[str, Any], layout: Layout, w
         whole: Makes a rank's part whole, together with its data- and tensor-parallel ranks.
     """
     split, group = layout.split, layout.stages
-    assert split is not None and group is not None, "only called where there are stages"
+    assert split is not None, "only called where there are stages"
+    assert group is not None, "only called where there are stages"
     held = {split.canonical.get(name, name): name for name in own}
     kinds: list[Any] = [None] * group.size()
-    mine = {
-        name: own[held[name]] if not isinstance(own[held[name]], torch.Tensor) else torch.Tensor for name in held
-    }
+    mine = {name: own[held[name]] if not isinstance(own[held[name]], torch.Tensor) else torch.Tensor for name in held}
     dist.all_gather_object(kinds, mine, group=group)
     made: dict[str, Any] = {}
     for name, like in every.items():

@@ -94,8 +94,11 @@ def part_of(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def structure(layout: Layout) -> nn.Module:
     """The whole model on meta, where stages hold parts of it."""
-    assert layout.blueprint is not None and layout.blueprint.module is not None, "it was split by its structure"
-    return layout.blueprint.module
+    blueprint = layout.blueprint
+    if blueprint is None or blueprint.module is None:
+        problem = "" if blueprint is None else blueprint.problem
+        raise ModelError(f"pp={layout.plan.pp} needs a copy of the model's structure: {problem}; type pp=1")
+    return blueprint.module
 
 
 def whole_shape(name: str, tensor: torch.Tensor, layout: Layout) -> tuple[int, ...]:

@@ -14,7 +14,8 @@ which waits for the device, and not before.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, thread_time
 from typing import cast
 
@@ -64,6 +65,15 @@ class Recorder:
     def stop(self) -> None:
         """Records no more. What there is can still be read."""
         self.enabled = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Records nothing inside."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
 
     def clear(self) -> None:
         """Forgets all events."""

@@ -39,7 +39,9 @@ def keep(model: nn.Module, units: Mapping[str, nn.Module], held: Iterable[str], 
             mark_elsewhere(unit)
 
 
-def _blank_out(module: nn.Module, slots: dict[str, object], key: str, tensor: torch.Tensor, device: torch.device) -> None:
+def _blank_out(
+    module: nn.Module, slots: dict[str, object], key: str, tensor: torch.Tensor, device: torch.device
+) -> None:
     del slots[key]
     # one number, seen through strides of 0: code outside of units may look at its shape
     value = float("nan") if tensor.is_floating_point() else 0

@@ -70,9 +70,7 @@ def partition(
         ModelError: There are fewer units than stages.
     """
     num_stages = len(rank_of)
-    starts = (
-        _balanced(model, score, num_stages) if isinstance(split, str) else _stated(units, score, num_stages, split)
-    )
+    starts = _balanced(model, score, num_stages) if isinstance(split, str) else _stated(units, score, num_stages, split)
     ends = (*starts[1:], len(score.calls))
     names = [frozenset(call.unit for call in score.calls[start:end]) for start, end in zip(starts, ends, strict=True)]
     outside = _outside(score, starts, ends)
@@ -131,7 +129,7 @@ def _balanced(model: nn.Module, score: Score, num_stages: int) -> tuple[int, ...
         here = places[index]
         if stages == 1:
             return before[-1] - before[here], 0.0, (here,)
-        found = []
+        found: list[tuple[float, float, tuple[int, ...]]] = []
         for following in range(index + 1, len(places) - stages + 1):
             cost = before[places[following]] - before[here]
             if found and cost > min(found)[0]:
@@ -164,9 +162,7 @@ def _num_elements(shape: tuple[int, ...]) -> int:
     return functools.reduce(lambda product, size: product * size, shape, 1)
 
 
-def _stated(
-    units: Mapping[str, nn.Module], score: Score, num_stages: int, split: Sequence[str]
-) -> tuple[int, ...]:
+def _stated(units: Mapping[str, nn.Module], score: Score, num_stages: int, split: Sequence[str]) -> tuple[int, ...]:
     if len(split) != num_stages - 1:
         raise PlanError(
             f"split names {len(split)} modules, and the plan has {num_stages} stages, of which the first begins by "

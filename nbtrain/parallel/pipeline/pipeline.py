@@ -72,19 +72,21 @@ class Pipeline:
         self._blanks = Blanks(device)
         self._passages: dict[Any, list[Passage]] = {}
         self._runtimes: dict[tuple[bool, int], Runtime] = {}
+        self._num_last: int | None = None
+        self._modes: tuple[bool, ...] = ()
         self._begun = 0
+        self._is_real = False  # whether any microbatch of the step had a sample
         self.ties = Ties([])
         self.usage: StageUsage | None = None
 
     # a step
 
-    def backward(
-        self, chunk: Batch, loss_fn: LossFn | None, divisor: float, tally: Tally, stand_in: StandIn
-    ) -> None:
+    def backward(self, chunk: Batch, loss_fn: LossFn | None, divisor: float, tally: Tally, stand_in: StandIn) -> None:
         """Forward and backward of one accumulation chunk; adds to gradients, and on the last stage to ``tally``."""
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
-        count = self._num_microbatches(chunk)
+        count = self._num_last = self._num_microbatches(chunk)
+        self._modes = tuple(module.training for module in self._model.modules())
         parts = chunk.chunks(count, uneven=True)
         losses: list[Loss] = []
         microbatches = [
@@ -92,15 +94,16 @@ class Pipeline:
             for number, part in enumerate(parts)
         ]
         self._begun += count
+        self._is_real |= chunk.num_samples > 0
         self._run(microbatches, backward=True)
         for loss in losses:
             tally.add(loss)
 
     def reduce(self, bucket_mb: float | None) -> None:
         """Behind the last chunk: the gradients become those of the step. Collective."""
-        self._begun = 0
-        if self.usage is not None:
+        if self.usage is not None and self._is_real:
             self.usage.note(reduction.found_gradients(self._model, self._layout))
+        self._begun, self._is_real = 0, False
         if not self._layout.shards:
             self.ties.sum_gradients(self._group)
         reduction.reduce(self._model, self._layout, bucket_mb)
@@ -110,6 +113,7 @@ class Pipeline:
     def evaluate(self, batch: Batch, loss_fn: LossFn | None, tally: Tally, stand_in: StandIn) -> None:
         """Adds the losses of a batch to ``tally`` on the last stage. No gradients."""
         parts = batch.chunks(self._layout.plan.pp, uneven=True)
+        self._modes = tuple(module.training for module in self._model.modules())
         losses: list[Loss] = []
         microbatches = [
             self._microbatch(part, loss_fn, number, stand_in, functools.partial(_kept, losses))
@@ -121,7 +125,7 @@ class Pipeline:
 
     def recover(self) -> None:
         """After an exception: nothing of a schedule that did not end is left."""
-        self._begun = 0
+        self._begun, self._is_real = 0, False
         self._runtimes.clear()
 
     def regroup(self) -> None:
@@ -131,14 +135,14 @@ class Pipeline:
 
     def _run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> None:
         runtime = self._runtime(backward, len(microbatches))
-        for stage in runtime._stages:
+        for stage in runtime.held:
             stage.begin(microbatches, backward=backward)
         try:
             runtime.run()
         except BaseException:
             self.recover()
             raise
-        for stage in runtime._stages:
+        for stage in runtime.held:
             stage.clear_runtime_states()
 
     # microbatches
@@ -175,7 +179,7 @@ class Pipeline:
             yield
 
     def _passages_of(self, batch: Batch, loss_fn: LossFn | None) -> list[Passage]:
-        key = _signature(batch), tuple(module.training for module in self._model.modules())
+        key = _signature(batch), self._modes
         if key not in self._passages:
             score = Rehearsal(self._twins, self._units, self._device).run(
                 self._model, lambda: run_model(self._forward, loss_fn, batch)
@@ -206,8 +210,8 @@ class Pipeline:
             for call in passage.score.calls[passage.first : passage.end]:
                 if call.unit not in self.partition.units[stage]:
                     raise ModelError(
-                        f"stage {stage} calls '{call.unit}', which it does not hold: the model was split by a forward on "
-                        "a probe, which called other modules; give one like the batches: nt.Trainer(..., probe=inputs)"
+                        f"stage {stage} calls '{call.unit}', which it does not hold: the model was split by a forward "
+                        "on a probe, which called other modules; give one like the batches: nt.Trainer(..., probe=...)"
                     )
 
     # the schedule
@@ -217,22 +221,24 @@ class Pipeline:
         assert self._layout.mesh is not None, "stages are on ranks"
         return self._layout.mesh.get_group("pp")
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """Of a step."""
-        return schedule_of(self._layout.plan, num_microbatches)
+    def schedule(self) -> Schedule:
+        """Of a step; the last one's number of microbatches where the plan leaves that open."""
+        return schedule_of(self._layout.plan, self._num_last)
 
     def _runtime(self, backward: bool, count: int) -> Runtime:
         key = backward, count
         if key not in self._runtimes:
-            schedule = self.schedule(count) if backward else forward_only(schedule_of(self._layout.plan, None), count)
+            schedule = schedule_of(self._layout.plan, count if backward else None)
+            schedule = schedule if backward else forward_only(schedule, count)
             stages = [self._stage(index) for index in self.partition.stages_of(self._group.rank())]
             self._runtimes[key] = Runtime(stages, schedule)
         return self._runtimes[key]
 
     def _stage(self, index: int) -> Stage:
         parameters = functools.partial(self._trained, index)
+        settle = functools.partial(reduction.settle_weights, self._model, self._layout)
         num_stages, draws = self.partition.num_stages, self._layout.draws
-        return Stage(index, num_stages, self._device, self._group, parameters, self._blanks, draws)
+        return Stage(index, num_stages, self._device, self._group, parameters, settle, self._blanks, draws)
 
     def _trained(self, stage: int) -> list[nn.Parameter]:
         """What the backward of a stage leaves gradients in, as it is now: FSDP puts gathered ones in their places."""
@@ -275,7 +281,5 @@ def _kept(losses: list[Loss], loss: Loss, is_empty: bool) -> None:
 def _signature(batch: Batch) -> Any:
     """What the shapes in a forward depend on."""
     leaves, form = tree_flatten((batch.positional, dict(batch.named)))
-    shapes = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-    )
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     return str(form), shapes

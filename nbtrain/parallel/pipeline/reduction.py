@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from nbtrain.events import EventKind
 from nbtrain.parallel.bucket import in_buckets
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.update import ShardedUpdate
 from nbtrain.parallel.usage import sharded_records
+from nbtrain.telemetry.timeline import recorder
 
 
 def hold_back(model: nn.Module, layout: Layout) -> None:
@@ -35,12 +37,14 @@ def reduce(model: nn.Module, layout: Layout, bucket_mb: float | None) -> None:
     """Makes gradients the mean over data-parallel ranks, as they would be without a pipeline. Collective over them."""
     if layout.group is None:
         return
-    if isinstance(layout.result, ShardedUpdate):
-        layout.result.reduce()
-    elif layout.shards:
-        _reduce_fsdp(model)
-    else:
-        _all_reduce([parameter for parameter in model.parameters() if parameter.requires_grad], layout.group, bucket_mb)
+    with recorder().span(EventKind.COLLECTIVE, name="all-reduce" if layout.plan.zero == 0 else "reduce-scatter"):
+        if isinstance(layout.result, ShardedUpdate):
+            layout.result.reduce()
+        elif layout.shards:
+            _reduce_fsdp(model)
+        else:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            _all_reduce(trained, layout.group, bucket_mb)
 
 
 def settle_weights(model: nn.Module, layout: Layout) -> None:
@@ -74,7 +78,7 @@ def _all_reduce(parameters: list[nn.Parameter], group: dist.ProcessGroup, bucket
     for bucket, flat, work in zip(buckets, flats, works, strict=True):
         work.wait()
         flat.div_(group.size())
-        for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+        for parameter, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
             parameter.grad = part.view(parameter.shape)
 
 

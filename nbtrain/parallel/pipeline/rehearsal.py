@@ -61,7 +61,7 @@ class Twins:
         module = self._structure.get_submodule(unit)
         for name, training in modes.items():
             module.get_submodule(name).training = training
-        counter, watch = FlopCounterMode(display=False), _Randomness()
+        counter, watch = FlopCounterMode(display=False), _Randomness()  # type: ignore[no-untyped-call]
         with self._mode, watch, counter:
             output = module(*tree_map(self._fake, args), **tree_map(self._fake, kwargs))
         return output, float(counter.get_total_flops()), watch.seen
@@ -81,14 +81,23 @@ class Twins:
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=self._device)
 
 
-class _Randomness(TorchDispatchMode):
+class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices operations that draw random numbers."""
 
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        self.seen = self.seen or _draws(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws random numbers: attention does so only where it drops."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 class _Labels:
@@ -117,11 +126,11 @@ def _storage(tensor: Any) -> int | None:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Tracker(TorchDispatchMode):
+class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows labels through operations of the skeleton."""
 
     def __init__(self, labels: _Labels) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._labels = labels
         self.paused = self.random = False
 
@@ -129,7 +138,7 @@ class _Tracker(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if self.paused:
             return output
-        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        self.random = self.random or _draws(func, args, kwargs or {})
         if found := self._labels.of(tree_leaves((args, kwargs))):
             for tensor in (*tree_leaves(output), *_written(func, args, kwargs or {})):
                 if isinstance(tensor, torch.Tensor):
@@ -237,9 +246,7 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 @contextmanager
-def _blank_parameters(
-    model: nn.Module, device: torch.device
-) -> Iterator[dict[str, tuple[torch.Tensor, bool]]]:
+def _blank_parameters(model: nn.Module, device: torch.device) -> Iterator[dict[str, tuple[torch.Tensor, bool]]]:
     """Blanks without memory in the place of all parameters, by first name, and whether they train; afterwards the
     parameters are back. Code outside of units may read those inside: ``self.positions.weight[:length]``."""
     taken: list[tuple[nn.Module, str, nn.Parameter]] = []

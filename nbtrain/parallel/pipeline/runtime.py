@@ -16,8 +16,10 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from nbtrain.events import EventKind
 from nbtrain.parallel.pipeline.stage import Stage
 from nbtrain.planner.schedule import Schedule, Step
+from nbtrain.telemetry.timeline import recorder
 
 _LOGGER = logging.getLogger("torch.distributed.pipelining.schedules")
 
@@ -31,12 +33,13 @@ class Runtime(_PipelineScheduleRuntime):
     """
 
     def __init__(self, stages: Sequence[Stage], schedule: Schedule) -> None:
-        super().__init__(list(stages), schedule.num_microbatches, scale_grads=False)
+        super().__init__(list(stages), schedule.num_microbatches, scale_grads=False)  # type: ignore[no-untyped-call]
         self.schedule = schedule
+        self.held = stages
         self.stage_index_to_group_rank = dict(enumerate(schedule.rank_of))
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        self.fwd_recv_ops, self.bwd_recv_ops = _Waited("F", stages), _Waited("B", stages)
+        self.fwd_recv_ops, self.bwd_recv_ops = _Waited("activations"), _Waited("gradients")
         # without torch's actions for FSDP and gradients: these are no matter of the schedule here
         actions = {rank: [_as_torchs(step) for step in steps] for rank, steps in enumerate(schedule.steps)}
         self.pipeline_order_with_comms = _add_send_recv(
@@ -56,13 +59,15 @@ class Runtime(_PipelineScheduleRuntime):
 class _Waited(dict[tuple[int, int], list[dist.Work]]):
     """Pending messages; to take some out is to wait for them."""
 
-    def __init__(self, kind: str, stages: Sequence[Stage]) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self._kind = kind
+        self._what = what
 
     def pop(self, key: tuple[int, int], *default: Any) -> list[dist.Work]:
-        for work in super().pop(key, *default):
-            work.wait()
+        stage, microbatch = key
+        with recorder().span(EventKind.RECEIVE, stage, microbatch, self._what):
+            for work in super().pop(key, *default):
+                work.wait()
         return []
 
 

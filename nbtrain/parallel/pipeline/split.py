@@ -22,6 +22,7 @@ from nbtrain.parallel.pipeline.ties import Ties
 from nbtrain.parallel.pipeline.units import find_units, make_units
 from nbtrain.parallel.pipeline.usage import StageUsage
 from nbtrain.parallel.precision import DTYPES
+from nbtrain.parallel.state import structure
 from nbtrain.parallel.tensor.probe import as_call, probe_inputs, probing
 from nbtrain.parallel.tensor.twin import twin_of
 from nbtrain.parallel.usage import ShardUsage, sharded_records
@@ -60,26 +61,24 @@ def find_split(model: nn.Module, layout: Layout, probe: Any, device: torch.devic
     Raises:
         PlanError, ModelError: The plan and the model do not fit.
     """
-    plan, structure = layout.plan, structure_of(layout)
+    plan, whole = layout.plan, structure(layout)
     schedule = schedule_of(plan, None)
     units = find_units(model, schedule.num_stages)
     call = as_call(probe, device) if probe is not None else probe_inputs(twin_of(model, device), device)
     if call is None:
         raise ModelError(
-            f"no inputs could be made up that {type(model).__name__}'s forward takes, and the stages of pp={plan.pp} are "
-            "found in a forward on a tiny batch; give one: nt.Trainer(..., probe=inputs)"
+            f"no inputs could be made up that {type(model).__name__}'s forward takes, and the stages of pp={plan.pp} "
+            "are found in a forward on a tiny batch; give one: nt.Trainer(..., probe=inputs)"
         )
     make_units(units)
     try:
         with probing(model):
             args, kwargs = call
-            score = Rehearsal(Twins(structure, device), units, device).run(
-                model, lambda: model.forward(*args, **kwargs)
-            )
+            score = Rehearsal(Twins(whole, device), units, device).run(model, lambda: model.forward(*args, **kwargs))
     finally:
         unmix(model)
     found = partition(model, units, score, schedule.rank_of, plan.split if plan.split == "auto" else list(plan.split))
-    canonical = _canonical(structure)
+    canonical = _canonical(whole)
     held = [held_names(model, units, found.held_by(rank)) for rank in range(plan.pp)]
     split = Split(found, canonical, holders(canonical, held), described(found, schedule, model, held))
     say(split.told)
@@ -105,7 +104,7 @@ def make_pipeline(
 ) -> Pipeline:
     """What takes steps, behind everything else that lays ``model`` out."""
     dtype = DTYPES.get(layout.plan.precision) if layout.shards else None
-    twins = Twins(structure_of(layout), device, dtype)
+    twins = Twins(structure(layout), device, dtype)
     pipeline = Pipeline(model, layout, units, split.partition, twins, device, dtype)
     named = dict(model.named_parameters())
     shared = [
@@ -121,7 +120,7 @@ def make_pipeline(
 
 
 def _usage(model: nn.Module, layout: Layout, split: Split) -> StageUsage:
-    trained = [name for name, parameter in structure_of(layout).named_parameters() if parameter.requires_grad]
+    trained = [name for name, parameter in structure(layout).named_parameters() if parameter.requires_grad]
     places = {name: place for place, name in enumerate(trained)}
     names = {id(parameter): split.canonical[name] for name, parameter in model.named_parameters()}
     inner = layout.usage
@@ -133,20 +132,7 @@ def _usage(model: nn.Module, layout: Layout, split: Split) -> StageUsage:
     return StageUsage(parameters, [places[names[id(one)]] for one in parameters], len(trained), inner)
 
 
-def structure_of(layout: Layout) -> nn.Module:
-    """The whole model on meta.
-
-    Raises:
-        ModelError: It could not be copied.
-    """
-    blueprint = layout.blueprint
-    if blueprint is None or blueprint.module is None:
-        problem = "" if blueprint is None else blueprint.problem
-        raise ModelError(f"pp={layout.plan.pp} needs a copy of the model's structure: {problem}; type pp=1")
-    return blueprint.module
-
-
-def _canonical(structure: nn.Module) -> dict[str, str]:
+def _canonical(whole: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
-    named = [*structure.named_parameters(remove_duplicate=False), *structure.named_buffers(remove_duplicate=False)]
+    named = [*whole.named_parameters(remove_duplicate=False), *whole.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,11 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from nbtrain.errors import ModelError
+from nbtrain.events import EventKind
 from nbtrain.parallel.pipeline.flow import Blanks, Flow
 from nbtrain.parallel.pipeline.score import Meta, Score, Value
 from nbtrain.parallel.tensor.random import Draws
+from nbtrain.telemetry.timeline import recorder
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Stage(_PipelineStageBase):
         device: Where it computes.
         group: The pipeline ranks.
         parameters: Gives what backward splits off, as forward used it.
+        settle_weights: Called behind a backward of weights alone.
         blanks: For what other stages compute.
         draws: What random numbers come from.
     """
@@ -131,12 +134,14 @@ class Stage(_PipelineStageBase):
         device: torch.device,
         group: dist.ProcessGroup,
         parameters: Callable[[], list[nn.Parameter]],
+        settle_weights: Callable[[], None],
         blanks: Blanks,
         draws: Draws | None,
     ) -> None:
         # torch looks at a module only to find out whether it is DDP or FSDP, which are no matter of a stage here
         super().__init__(nn.Identity(), index, num_stages, device, group)
-        self._parameters, self._blanks, self._draws = parameters, blanks, draws
+        self._parameters, self._settle_weights = parameters, settle_weights
+        self._blanks, self._draws = blanks, draws
         self._boxes = _Boxes()
         self._microbatches: Sequence[Microbatch] = ()
 
@@ -173,7 +178,7 @@ class Stage(_PipelineStageBase):
         flow = Flow(
             passage.score, passage.first, passage.end, handed, passage.given, self._blanks, draws, microbatch.index
         )
-        with microbatch.watched():
+        with microbatch.watched(), self._span(EventKind.FORWARD, fwd_chunk_id):
             root = microbatch.forward(flow)
         outputs = {value: self._output(value, flow.given, passage) for value in passage.given}
         if self.has_backward:
@@ -189,13 +194,14 @@ class Stage(_PipelineStageBase):
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != meta.shape:
             got = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"{tensor!r}"
             raise ModelError(
-                f"'{unit}' gives {got}, and the next stage expects shape {meta.shape}: what crosses between stages must "
-                "have shapes that depend on the shapes of the inputs only; type pp=1"
+                f"'{unit}' gives {got}, and the next stage expects shape {meta.shape}: what crosses between stages "
+                "must have shapes that depend on the shapes of the inputs only; type pp=1"
             )
         return tensor.to(meta.dtype).contiguous()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._messages(dist.isend, self._boxes.sent.pop(fwd_chunk_id).values(), self.stage_index + 1)
+        with self._span(EventKind.SEND, fwd_chunk_id, "activations"):
+            return self._messages(dist.isend, self._boxes.sent.pop(fwd_chunk_id).values(), self.stage_index + 1)
 
     # backward
 
@@ -215,12 +221,13 @@ class Stage(_PipelineStageBase):
         arrived = self._boxes.gradients.pop(bwd_chunk_id, {})
         roots, gradients = self._roots(graph, arrived)
         inputs = {value: graph.inputs[value] for value in passage.with_gradient(passage.incoming)}
-        with microbatch.watched(), _unwrapped():
+        kind = EventKind.BACKWARD if full_backward else EventKind.BACKWARD_INPUT
+        with microbatch.watched(), _unwrapped(), self._span(kind, bwd_chunk_id):
             if full_backward or microbatch.whole_backward or not self._splits(roots, list(inputs.values())):
                 found = stage_backward(roots, gradients, list(inputs.values())) if roots else [None] * len(inputs)
             else:
                 found, graph.groups = stage_backward_input(
-                    _detachable(roots), gradients, list(inputs.values()), iter(self._parameters())
+                    _detachable(roots), cast(Any, gradients), list(inputs.values()), iter(self._parameters())
                 )
         self._boxes.returned[bwd_chunk_id] = {
             value: self._gradient(value, gradient, arrived, inputs[value])
@@ -231,15 +238,17 @@ class Stage(_PipelineStageBase):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         groups = self._boxes.graphs.pop(bwd_chunk_id).groups
-        if groups is not None:
-            with self._microbatches[bwd_chunk_id].watched(), _unwrapped():
+        with _unwrapped(), self._span(EventKind.BACKWARD_WEIGHT, bwd_chunk_id):
+            if groups is not None:
                 stage_backward_weight(iter(self._parameters()), groups)
+                self._settle_weights()
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return self._boxes.returned.pop(mb_index)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._messages(dist.isend, self._boxes.returned.pop(bwd_chunk_id).values(), self.stage_index - 1)
+        with self._span(EventKind.SEND, bwd_chunk_id, "gradients"):
+            return self._messages(dist.isend, self._boxes.returned.pop(bwd_chunk_id).values(), self.stage_index - 1)
 
     def _roots(
         self, graph: _Graph, arrived: Mapping[Value, torch.Tensor]
@@ -250,8 +259,8 @@ class Stage(_PipelineStageBase):
         return [graph.outputs[value] for value in trained], [arrived[value] for value in trained]
 
     def _splits(self, roots: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
-        """Whether torch can take the gradients of inputs first: of weights it finds what comes by a path that an input's
-        gradient takes too, and loses what reaches them from an output that depends on no input."""
+        """Whether torch can take the gradients of inputs first: of weights it finds what comes by a path that the
+        gradient of an input takes too, and loses what reaches them from an output that depends on no input."""
         return _all_depend([root.grad_fn for root in roots], {_accumulator(tensor) for tensor in inputs})
 
     def _gradient(
@@ -263,6 +272,9 @@ class Stage(_PipelineStageBase):
             return torch.zeros_like(like) if back is None else back
         total = found if back is None else found + back
         return total.to(like.dtype).contiguous()
+
+    def _span(self, kind: EventKind, microbatch: int, name: str = "") -> AbstractContextManager[None]:
+        return recorder().span(kind, self.stage_index, microbatch, name)
 
     # messages
 

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbtrain.events import EventKind
 from nbtrain.parallel.local import local
+from nbtrain.telemetry.timeline import recorder
 
 
 class Ties:
@@ -30,12 +32,15 @@ class Ties:
 
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
         """Collective over the pipeline ranks that share some; where a rank has no gradient it adds zeros."""
-        for (holders, _), parameters in sorted(self._by_holders.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+        for (holders, _), parameters in sorted(
+            self._by_holders.items(), key=lambda item: (item[0][0], str(item[0][1]))
+        ):
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
-            if flat.numel():
-                _sum(flat, holders, group)
+            with recorder().span(EventKind.COLLECTIVE, name="sum over stages"):
+                if flat.numel():
+                    _sum(flat, holders, group)
             sizes = [local(parameter).numel() for parameter in parameters]
-            for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+            for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
                 gradient = local(parameter.grad) if parameter.grad is not None else None
                 if gradient is None:
                     parameter.grad = part.view_as(parameter)
