@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbtrain.errors import PlanError, UsageError
-from nbtrain.plan.fields import SCHEDULES
 from nbtrain.plan import Plan
+from nbtrain.plan.fields import SCHEDULES
 from nbtrain.plan.pipeline import bubble, fits
 from nbtrain.planner.schedules import Action, Kind, Schedule, forward_only, make_schedule, virtual_stages
 from nbtrain.planner.simulate import Simulation, simulate
