@@ -24,6 +24,8 @@ from nbtrain.errors import ModelError, NbtrainError
 from nbtrain.parallel.pipeline.flow import blank, conducted
 from nbtrain.parallel.pipeline.score import Call, Meta, Passed, Score, Value
 
+_SMALL = 0.02
+
 Label = Value | str
 """Of a tensor: a unit's output, or the name of a parameter outside of units."""
 
@@ -42,6 +44,7 @@ class Twins:
         self, structure: nn.Module, device: torch.device, dtype: torch.dtype | None = None, *, counts: bool = False
     ) -> None:
         self._counts = counts
+        self._meta = structure
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device, self._dtype = device, dtype
         self._structure = copy.deepcopy(structure)
@@ -65,13 +68,43 @@ class Twins:
             args: Real tensors.
             kwargs: Too.
         """
-        module = self._structure.get_submodule(unit)
-        for name, training in modes.items():
-            module.get_submodule(name).training = training
+        try:
+            return self._run_fake(unit, modes, args, kwargs)
+        except Exception:  # of shapes that depend on values, and of kernels that know no fake tensors
+            return self._run_constant(unit, modes, args, kwargs)
+
+    def _run_fake(
+        self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, float, bool]:
+        module = _in_modes(self._structure.get_submodule(unit), modes)
         counter, watch = FlopCounterMode(display=False), _Randomness()  # type: ignore[no-untyped-call]
         with self._mode, watch, counter if self._counts else nullcontext():
             output = module(*tree_map(self._fake, args), **tree_map(self._fake, kwargs))
         return output, float(counter.get_total_flops()) if self._counts else 0.0, watch.seen
+
+    def _run_constant(
+        self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, float, bool]:
+        """A real forward of one unit, whose weights are one number, on inputs that are one too."""
+        module = copy.deepcopy(self._meta.get_submodule(unit))
+        made: dict[int, Any] = {}
+        for part in module.modules():
+            for slots in (part._parameters, part._buffers):
+                for name, tensor in slots.items():
+                    if tensor is not None and tensor.is_meta:
+                        slots[name] = made.setdefault(id(tensor), self._constant(tensor))
+        watch = _Randomness()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=[]), watch:
+            output = _in_modes(module, modes)(*tree_map(_tame, args), **tree_map(_tame, kwargs))
+        # operations were not counted: most of them are the weights', by each position of the input
+        cost = 2.0 * sum(one.numel() for one in module.parameters())
+        return output, cost * _num_positions((args, kwargs)), watch.seen
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = _SMALL if tensor.is_floating_point() else 0
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made = torch.full(tensor.shape, value, dtype=dtype, device=self._device)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     def has_trained(self, unit: str) -> bool:
         return any(parameter.requires_grad for parameter in self._structure.get_submodule(unit).parameters())
@@ -86,6 +119,24 @@ class Twins:
         dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=self._device)
+
+
+def _in_modes(module: nn.Module, modes: dict[str, bool]) -> nn.Module:
+    for name, training in modes.items():
+        module.get_submodule(name).training = training
+    return module
+
+
+def _tame(value: Any) -> Any:
+    """A blank is of NaNs, by which code may choose nothing."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return torch.nan_to_num(value, nan=_SMALL) if is_float else value
+
+
+def _num_positions(given: Any) -> int:
+    """Of the first activation: the elements of all dims but the last."""
+    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1)
+    return next((leaf.shape[:-1].numel() for leaf in tensors), 1)
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +258,7 @@ class Rehearsal:
             raise
         except Exception as problem:
             raise ModelError(
-                f"the shape of what '{unit}' gives could not be found without running it ({type(problem).__name__}: "
+                f"the shape of what '{unit}' gives could not be found without its weights ({type(problem).__name__}: "
                 f"{problem}); type pp=1, or cut what depends on values out of it"
             ) from problem
         finally:
