@@ -49,6 +49,7 @@ class Layout:
         draws: With tp, what random numbers of a forward come from.
         loop: What makes training loops of one's own right with tp; None without.
         compile: Whether, or by which backend, blocks are compiled.
+        gone: Why the model holds nothing any more: it was laid out anew; "" where it does.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Layout:
     draws: Draws | None = None
     loop: OwnLoop | None = None
     compile: bool | str = False
+    gone: str = ""
     _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property

@@ -1,0 +1,257 @@
+"""`replan`: a trainer's model laid out by another plan between two steps, with everything that training has made of it.
+
+::
+
+    check      the plan, the model, the optimizer, the loaders
+    build      the new layout beside the old one, from the blueprint: memory, buffers, what tp cuts
+    move       weights and optimizer state, some tensors at a time (`nbtrain.parallel.moving`)
+    agree      all ranks hold all of the new layout
+    switch     trainer, optimizer, loaders and names take it, and the old one's memory goes; not interruptible
+
+Up to the switch the old layout is whole: whatever raises, an interrupt too, the trainer goes on in it. A rank that is
+cut off in the agreement, behind which another has switched, switches when groups are formed again
+(`nbtrain.parallel.live`): it holds all of the new layout too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.errors import ModelError, UsageError
+from nbtrain.interrupts import uninterrupted
+from nbtrain.parallel import live, preflight, structure, transplant
+from nbtrain.parallel import mesh as meshes
+from nbtrain.parallel.cell import require_all_ranks, require_plan, say
+from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.mirror import require_mirrorable
+from nbtrain.parallel.moving import Key, Move, Traffic, catalog_of
+from nbtrain.parallel.optimizer import require_elementwise, trained
+from nbtrain.parallel.parallelize import lay_out_anew
+from nbtrain.parallel.pieces import Held, held_optimizer, held_parameters
+from nbtrain.parallel.retire import inner, rebind, retire
+from nbtrain.parallel.stepper import Stepper
+from nbtrain.parallel.successors import loaders_to_tell, require_alone
+from nbtrain.parallel.tensor.random import Draws
+from nbtrain.parallel.transfer import gather
+from nbtrain.plan import Plan
+from nbtrain.plan.footprint import format_bytes
+
+if TYPE_CHECKING:
+    from nbtrain.parallel.trainer import Trainer
+
+T = TypeVar("T")
+Namespaces = tuple[dict[str, Any], ...]
+
+
+def replan(trainer: Trainer, plan: Plan | str, probe: Any, namespaces: Namespaces) -> None:
+    """See `Trainer.replan`.
+
+    Args:
+        trainer: Its layout becomes another.
+        plan: Of that.
+        probe: As of `parallelize`.
+        namespaces: Where names may hold the old model.
+    """
+    require_all_ranks("Trainer.replan")
+    plan = _resolved(plan)
+    stepper = trainer._stepper
+    if stepper.layout.mesh is None:
+        _require_no_change(plan, stepper.layout)
+        return
+    assert dist.group.WORLD is not None, "a mesh has groups"
+    preflight.check_same_options(dist.group.WORLD, plan=plan, num_steps=trainer.num_steps)
+    stepper.rest()
+    if plan == stepper.layout.plan:
+        say(f"the model is laid out by {plan!r} already")
+        return
+    change = Change(trainer, plan, namespaces)
+    try:
+        change.prepare(probe)
+    except BaseException:
+        change.drop()  # a notebook keeps the last traceback, and with it this frame
+        raise
+    say(change.settle())
+    stepper.mirror_again()
+
+
+class Change:
+    """From the layout that a trainer has to another.
+
+    Args:
+        trainer: Between two steps.
+        plan: Resolved.
+        namespaces: Where names may hold the old model.
+    """
+
+    def __init__(self, trainer: Trainer, plan: Plan, namespaces: Namespaces) -> None:
+        self._begun = time.perf_counter()
+        self._trainer, self._plan, self._namespaces = trainer, plan, namespaces
+        self._stepper: Stepper = trainer._stepper
+        self._traffic = Traffic()
+        self._done = False
+
+    def prepare(self, probe: Any) -> None:
+        """The new layout beside the old one, with all numbers. Collective; nothing of the trainer changes."""
+        weights, state = together(self._check)
+        estate = transplant.estate_of(state)
+        old: dict[Key, Held] = {**by_key(weights), **transplant.tensors_of(state)}
+        catalog = catalog_of(old)
+        module = together(lambda: structure.build(self._stepper.layout, inner(self._trainer.model), self._device))
+        buffers = by_key(structure.persistent_buffers(module))
+        self._move({key: catalog[key] for key in buffers if key in catalog}, old, buffers)
+        self._new = self._layout()
+        self._model: nn.Module = lay_out_anew(module, self._new, probe)
+        self._twin: Optimizer = transplant.twin_of(self._trainer.optimizer, estate, self._model, self._new)
+        new = together(lambda: self._room(estate, catalog))
+        rest = {key: entry for key, entry in catalog.items() if key not in buffers}
+        self._move(rest, old, {key: held for key, held in new.items() if key not in buffers})
+        together(lambda: structure.carry_over(self._stepper.layout, self._trainer.model, self._model))
+
+    def settle(self) -> str:
+        """All ranks agree, and switch; what there is to tell. Collective."""
+        live.track_steps(self)
+        self._trainer._change = self  # whoever is cut off here hears what became of it when groups are formed again
+        reports = gather((self._traffic, time.perf_counter() - self._begun))
+        sent = sum(traffic.sent_bytes for traffic, _ in reports)
+        kept = sum(traffic.kept_bytes for traffic, _ in reports)
+        seconds = max(seconds for _, seconds in reports)
+        told = (
+            f"laid out anew at step {self._stepper.phase.num_steps}, {self._stepper.layout.plan!r} -> {self._plan!r}: "
+            f"{format_bytes(sent)} moved between ranks, {format_bytes(kept)} within, in {seconds:.2f} s"
+        )
+        self._switch(told)
+        return told
+
+    def standing(self) -> bool:
+        """Whether this rank has switched."""
+        return self._done
+
+    def agree(self, standings: list[bool]) -> None:
+        """Switches too where another rank has switched; else goes on as it is."""
+        if any(standings) and not self._done:
+            self._switch(f"laid out anew by {self._plan!r}")
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        """Frees the new layout, where it isn't the trainer's."""
+        for name in ("_model", "_twin", "_new"):
+            vars(self).pop(name, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a trainer on its way to a new rank brings it along
+        return {"_done": True}
+
+    def _check(self) -> tuple[dict[str, Held], Any]:
+        """Everything that can be known before; this rank's part of the model and of the optimizer's state."""
+        trainer, layout, plan = self._trainer, self._stepper.layout, self._plan
+        structure.check(layout)
+        require_alone(self._stepper)
+        if layout.compile and plan.tp > 1:
+            raise UsageError(
+                f"the model's blocks are compiled (compile={layout.compile!r}), and torch cannot compile layers that "
+                f"are cut (tp={plan.tp}); make the trainer without compile"
+            )
+        if plan.tp > 1:
+            require_elementwise(trainer.optimizer)
+        if self._stepper.redundancy and plan.dp_shard > 1 and plan.zero and plan.dp_replicate == 1:
+            require_mirrorable(trainer.optimizer)
+        preflight.check_apart(inner(trainer.model))
+        preflight.check_model(structure.blueprint_of(layout), plan, has_values=False)
+        for loader in loaders_to_tell(self._stepper, plan):
+            loader.check_replan(plan)
+        state = held_optimizer(trainer.optimizer, trainer.model, layout)
+        return held_parameters(trainer.model, layout), state
+
+    def _layout(self) -> Layout:
+        """Of the new plan, with what stays of the old one. Collective: a mesh may have to be built."""
+        old, plan = self._stepper.layout, self._plan
+        new = Layout(plan, meshes.build_mesh(plan), compile=old.compile, ddp=old.ddp, blueprint=old.blueprint)
+        if plan.tp > 1 and old.draws is not None:
+            coordinate = meshes.data_coordinate(plan, meshes.rank())
+            new.draws = Draws(old.draws.seed, coordinate, old.draws.step, old.draws.forwards)
+        alike = all(
+            getattr(plan, name) == getattr(old.plan, name) for name in ("tp", "tp_plan", "sequence_parallel", "pp")
+        )
+        new.tensor = old.tensor if alike else None
+        return new
+
+    def _room(self, estate: transplant.Estate, catalog: Any) -> dict[Key, Held]:
+        state = transplant.make_room(self._twin, estate, catalog, self._model, self._new)
+        return {**by_key(held_parameters(self._model, self._new)), **state}
+
+    def _move(self, catalog: Any, old: dict[Key, Held], new: dict[Key, Held]) -> None:
+        self._traffic += Move(catalog, old, new, self._device).run()
+
+    @property
+    def _device(self) -> Any:
+        return meshes.device_of(self._stepper.layout.mesh)
+
+    def _switch(self, told: str) -> None:
+        """The trainer has the new layout. Moves nothing."""
+        trainer, stepper = self._trainer, self._stepper
+        with uninterrupted():
+            old_model, old_layout = trainer.model, stepper.layout
+            loaders = loaders_to_tell(stepper, self._plan)
+            transplant.hand_over(trainer.optimizer, self._twin)
+            trainer.model, trainer.plan, trainer._told = self._model, self._plan, told
+            stepper.go_on(self._model, self._new, trained(self._model, trainer.optimizer))
+            for loader in loaders:
+                loader.replan(self._plan)
+            rebind((vars_of_main(), *self._namespaces), old_model, self._model)
+            retire(old_model, old_layout)
+            self._done = True
+            self.drop()
+
+
+def together(attempt: Callable[[], T]) -> T:
+    """What ``attempt`` gives; where it fails on one rank, all raise. Collective.
+
+    Raises:
+        ModelError: It failed on another rank; there, what it raised.
+    """
+    value: Any = None
+    problem: Exception | None = None
+    try:
+        value = attempt()
+    except Exception as failure:  # the others wait to hear of it
+        problem = failure
+    reports = gather("" if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    if found := next(((rank, text) for rank, text in enumerate(reports) if text), None):
+        raise ModelError(f"the layout cannot change: rank {found[0]} has {found[1]}")
+    return value  # type: ignore[no-any-return]  # there is one where nothing failed
+
+
+def by_key(held: dict[str, Held]) -> dict[Key, Held]:
+    """Weights as `move` knows them."""
+    return {(name,): value for name, value in held.items()}
+
+
+def vars_of_main() -> dict[str, Any]:
+    """The notebook's names on this rank, or a script's."""
+    import __main__
+
+    return vars(__main__)
+
+
+def _resolved(plan: Plan | str) -> Plan:
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    require_plan(plan)
+    plan.require_supported()
+    return plan.resolve(meshes.world_size())
+
+
+def _require_no_change(plan: Plan, layout: Layout) -> None:
+    if plan != layout.plan:
+        raise UsageError(
+            f"the model is on one device without process groups, and {layout.plan!r} cannot become {plan!r} there; "
+            "start ranks (%distributed start -n 4), or make the model and the trainer again"
+        )

@@ -1,0 +1,126 @@
+"""A model's structure once more, for another layout: from the blueprint, and from what was changed since."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbtrain.errors import ModelError, UsageError
+from nbtrain.parallel import mesh as meshes
+from nbtrain.parallel.blueprint import attributes, set_attributes, with_memory
+from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.pieces import Box, Held, Piece, extra_states
+from nbtrain.parallel.retire import inner
+from nbtrain.parallel.state import set_extra
+from nbtrain.parallel.tensor.apply import lay_out
+
+
+def check(layout: Layout) -> None:
+    """Raises where a model cannot be built once more.
+
+    Raises:
+        ModelError: It could not be copied when it was laid out.
+        UsageError: Its mesh has not all ranks.
+    """
+    blueprint = layout.blueprint
+    if blueprint is None or blueprint.module is None:
+        problem = "its structure was not kept" if blueprint is None else blueprint.problem
+        raise ModelError(f"the model cannot be built once more: {problem}; build it again for another plan")
+    if layout.mesh is not None and layout.mesh.size() != meshes.world_size():
+        raise UsageError(
+            f"the model was laid out on a mesh of {layout.mesh.size()} of the {meshes.world_size()} ranks (mesh=...); "
+            "build it again for another plan"
+        )
+
+
+def blueprint_of(layout: Layout) -> nn.Module:
+    """Of a layout that `check` passed."""
+    assert layout.blueprint is not None and layout.blueprint.module is not None, "checked"
+    return layout.blueprint.module
+
+
+def build(layout: Layout, model: nn.Module, device: torch.device | None) -> nn.Module:
+    """The blueprint once more: parameters on the meta device, buffers in memory.
+
+    Persistent buffers have arbitrary numbers; the others have those of ``model``.
+
+    Args:
+        layout: Of the model.
+        model: As it is trained, without the replica around it.
+        device: Of the buffers.
+    """
+    module = copy.deepcopy(blueprint_of(layout))
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+    made: dict[int, torch.Tensor] = {}
+    for _, part, name, buffer in _buffers(module):
+        part._buffers[name] = made.setdefault(id(buffer), with_memory(buffer, device))
+    now = dict(model.named_buffers(remove_duplicate=False))
+    for prefix, part, name, buffer in _buffers(module):
+        value = now.get(f"{prefix}.{name}" if prefix else name)
+        if name in part._non_persistent_buffers_set and value is not None:
+            if (value.shape, value.dtype) == (buffer.shape, buffer.dtype):
+                buffer.copy_(value)
+            else:
+                part._buffers[name] = value.clone()
+    return module
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Held]:
+    """Whole ones, as a rank holds them; a tied one under its first name."""
+    found: dict[int, str] = {}
+    held: dict[str, Held] = {}
+    for prefix, part, name, buffer in _buffers(module):
+        full = found.setdefault(id(buffer), f"{prefix}.{name}" if prefix else name)
+        if name not in part._non_persistent_buffers_set:
+            whole = Box((0,) * buffer.ndim, tuple(buffer.shape))
+            held.setdefault(full, Held(full, whole.sizes, buffer.dtype, (Piece(whole, buffer),) * bool(whole.numel)))
+    return held
+
+
+def carry_over(layout: Layout, old: nn.Module, new: nn.Module) -> None:
+    """Gives ``new`` what was changed since the blueprint: modes, numbers, words, flags and tensors that modules keep.
+
+    What ``layout`` itself has set, the sizes of a rank's part for instance, stays behind.
+
+    Args:
+        layout: Of ``old``.
+        old: As `parallelize` gave it.
+        new: The same, laid out anew.
+    """
+    before, modules = attributes(_as_laid_out(layout)), dict(inner(new).named_modules())
+    values = {
+        name: {key: value for key, value in held.items() if _is_changed(before[name], key, value)}
+        for name, held in attributes(inner(old)).items()
+        if name in modules and name in before
+    }
+    set_attributes(inner(new), values)
+    new.training = old.training
+    for name, extra in extra_states(old).items():
+        set_extra(new, name, extra)
+
+
+def _as_laid_out(layout: Layout) -> nn.Module:
+    """The blueprint with the sizes that this rank's layers got."""
+    module = copy.deepcopy(blueprint_of(layout))
+    if layout.tensor is not None and layout.peers is not None:
+        lay_out(module, layout.tensor, layout.peers, rank=layout.part, loss_parallel=layout.plan.loss_parallel)
+    return module
+
+
+def _is_changed(before: dict[str, Any], key: str, value: Any) -> bool:
+    if key not in before or isinstance(value, torch.Tensor) or type(before[key]) is not type(value):
+        return True
+    return bool(before[key] != value)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    for prefix, part in module.named_modules():
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None:
+                yield prefix, part, name, buffer
