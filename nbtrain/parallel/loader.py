@@ -158,8 +158,8 @@ class UnevenLoader(Loader):
     def check_replan(self, plan: Plan) -> None:
         if plan.dp != self._plan.dp or data_coordinate(plan, rank()) != data_coordinate(self._plan, rank()):
             raise BatchError(
-                "a loader with uneven=True has a dataset of each data-parallel rank's own, and by the new plan they are "
-                "divided otherwise; delete the loader (del), and make another after trainer.replan"
+                "a loader with uneven=True has a dataset of each data-parallel rank's own, and by the new plan other "
+                "ranks share one; delete the loader (del), and make another after trainer.replan"
             )
 
     def _meet(self) -> None:

@@ -21,7 +21,14 @@ Part = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class Unfilled:
-    """In the place of `Deferred`, where numbers come later: memory, and nothing in it."""
+    """In the place of `Deferred`, where numbers come later: memory, and nothing in it.
+
+    Args:
+        memory: Where; None: where the parameters live.
+    """
+
+    def __init__(self, memory: torch.device | None = None) -> None:
+        self.memory = memory
 
     def make(self, name: str, device: torch.device) -> None:
         """No tensor."""
@@ -64,6 +71,8 @@ def materialise_shards(model: nn.Module, deferred: Source, device: torch.device,
         device: Where the parameters live.
         part: Applied to each whole parameter before FSDP's slice is taken; None where nothing else cuts.
     """
+    if isinstance(deferred, Unfilled):
+        device = deferred.memory or device
     # all memory that stays comes first: what is freed in between would leave holes
     parameters = _with_memory(model, "_parameters", device)
     _tell_fsdp(model)

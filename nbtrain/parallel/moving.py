@@ -82,9 +82,10 @@ def catalog_of(held: Mapping[Key, Held]) -> Catalog:
     """What all ranks have. Collective over all ranks."""
     own = {key: (h.shape, h.dtype, tuple(piece.box for piece in h.pieces)) for key, h in held.items()}
     reports = gather(own)
-    known = {key: entry[:2] for report in reports for key, entry in report.items()}
+    known = {key: (shape, dtype) for report in reports for key, (shape, dtype, _) in report.items()}
     return {
-        key: Entry(*known[key], tuple(report[key][2] if key in report else () for report in reports)) for key in known
+        key: Entry(shape, dtype, tuple(report[key][2] if key in report else () for report in reports))
+        for key, (shape, dtype) in known.items()
     }
 
 

@@ -127,16 +127,17 @@ def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
     return result
 
 
-def lay_out_anew(model: nn.Module, layout: Layout, probe: Any = None) -> nn.Module:
+def lay_out_anew(model: nn.Module, layout: Layout, probe: Any = None, memory: torch.device | None = None) -> nn.Module:
     """What `parallelize` does, with a model whose numbers come later, from its old layout. Collective.
 
     Args:
         model: A blueprint's: parameters on the meta device, buffers real; it passed `preflight.check_model`.
         layout: Of the new plan; what it knows of tensor parallelism is not decided again.
         probe: As of `parallelize`.
+        memory: Of the parameters; None: on the ranks' devices. On the meta device it is a rehearsal.
     """
     layout.originals = weak(model.named_parameters())
-    return _lay_out(model, layout, Unfilled(), probe)
+    return _lay_out(model, layout, Unfilled(memory), probe)
 
 
 def _ddp_options(ddp: Mapping[str, bool] | None, plan: Plan) -> Mapping[str, bool] | None:
@@ -179,9 +180,9 @@ def _lay_out(model: nn.Module, layout: Layout, deferred: Source, probe: Any) -> 
             layout.tensor = decide(model, layout.plan, layout.peers, _device(layout), probe)
         assert layout.everyone is not None, "peers are among them"
         # of all ranks one: a rank that takes a lost one's place has it from any
-        layout.draws = layout.draws or Draws(
-            agreed_seed(layout.everyone, device), meshes.data_coordinate(layout.plan, meshes.rank())
-        )
+        if layout.draws is None:
+            coordinate = meshes.data_coordinate(layout.plan, meshes.rank())
+            layout.draws = Draws(agreed_seed(layout.everyone, device), coordinate)
         _cut(model, layout)
     if not layout.shards:
         materialise_shards(model, deferred, _device(layout), _part(layout))

@@ -11,28 +11,31 @@
 Up to the switch the old layout is whole: whatever raises, an interrupt too, the trainer goes on in it. A rank that is
 cut off in the agreement, behind which another has switched, switches when groups are formed again
 (`nbtrain.parallel.live`): it holds all of the new layout too.
+
+Where both layouts do not fit into memory, the old one waits in files and goes before the new one is made. An interrupt
+then waits for the end, and a rank that dies takes the trainer with it.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
-from nbtrain.errors import ModelError, UsageError
+from nbtrain.errors import UsageError, nearest
 from nbtrain.interrupts import uninterrupted
-from nbtrain.parallel import live, preflight, structure, transplant
+from nbtrain.parallel import live, preflight, spill, structure, transplant
 from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.cell import require_all_ranks, require_plan, say
+from nbtrain.parallel.draft import Draft, by_key, together
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.mirror import require_mirrorable
-from nbtrain.parallel.moving import Key, Move, Traffic, catalog_of
+from nbtrain.parallel.moving import Catalog, Key, Move, Traffic, catalog_of
 from nbtrain.parallel.optimizer import require_elementwise, trained
-from nbtrain.parallel.parallelize import lay_out_anew
 from nbtrain.parallel.pieces import Held, held_optimizer, held_parameters
 from nbtrain.parallel.retire import inner, rebind, retire
 from nbtrain.parallel.stepper import Stepper
@@ -45,34 +48,37 @@ from nbtrain.plan.footprint import format_bytes
 if TYPE_CHECKING:
     from nbtrain.parallel.trainer import Trainer
 
-T = TypeVar("T")
+VIAS = ("auto", "memory", "disk")
 Namespaces = tuple[dict[str, Any], ...]
 
 
-def replan(trainer: Trainer, plan: Plan | str, probe: Any, namespaces: Namespaces) -> None:
+def replan(trainer: Trainer, plan: Plan | str, via: str, probe: Any, namespaces: Namespaces) -> None:
     """See `Trainer.replan`.
 
     Args:
         trainer: Its layout becomes another.
         plan: Of that.
+        via: One of `VIAS`.
         probe: As of `parallelize`.
         namespaces: Where names may hold the old model.
     """
     require_all_ranks("Trainer.replan")
     plan = _resolved(plan)
+    if via not in VIAS:
+        raise UsageError(f"via={via!r} must be one of {', '.join(map(repr, VIAS))}; {nearest(str(via), VIAS)}")
     stepper = trainer._stepper
     if stepper.layout.mesh is None:
         _require_no_change(plan, stepper.layout)
         return
     assert dist.group.WORLD is not None, "a mesh has groups"
-    preflight.check_same_options(dist.group.WORLD, plan=plan, num_steps=trainer.num_steps)
+    preflight.check_same_options(dist.group.WORLD, plan=plan, via=via, num_steps=trainer.num_steps)
     stepper.rest()
     if plan == stepper.layout.plan:
         say(f"the model is laid out by {plan!r} already")
         return
     change = Change(trainer, plan, namespaces)
     try:
-        change.prepare(probe)
+        change.prepare(probe, via)
     except BaseException:
         change.drop()  # a notebook keeps the last traceback, and with it this frame
         raise
@@ -96,22 +102,55 @@ class Change:
         self._traffic = Traffic()
         self._done = False
 
-    def prepare(self, probe: Any) -> None:
-        """The new layout beside the old one, with all numbers. Collective; nothing of the trainer changes."""
+    def prepare(self, probe: Any, via: str) -> None:
+        """The new layout, with all numbers. Collective; nothing of the trainer changes, but where files are needed."""
         weights, state = together(self._check)
         estate = transplant.estate_of(state)
         old: dict[Key, Held] = {**by_key(weights), **transplant.tensors_of(state)}
         catalog = catalog_of(old)
+        changes = together(lambda: structure.changes_of(self._stepper.layout, self._trainer.model))
         module = together(lambda: structure.build(self._stepper.layout, inner(self._trainer.model), self._device))
-        buffers = by_key(structure.persistent_buffers(module))
-        self._move({key: catalog[key] for key in buffers if key in catalog}, old, buffers)
+        self._buffers = by_key(structure.persistent_buffers(module))
+        self._move({key: catalog[key] for key in self._buffers if key in catalog}, old, self._buffers)
         self._new = self._layout()
-        self._model: nn.Module = lay_out_anew(module, self._new, probe)
-        self._twin: Optimizer = transplant.twin_of(self._trainer.optimizer, estate, self._model, self._new)
-        new = together(lambda: self._room(estate, catalog))
-        rest = {key: entry for key, entry in catalog.items() if key not in buffers}
-        self._move(rest, old, {key: held for key, held in new.items() if key not in buffers})
-        together(lambda: structure.carry_over(self._stepper.layout, self._trainer.model, self._model))
+        draft = Draft(module, self._new, self._trainer.optimizer, estate, catalog, probe)
+        if self._is_beside(draft, via):
+            self._fill(draft, catalog, old)
+        else:
+            self._fill_from_files(draft, catalog, old)
+        together(lambda: changes.give(self._model))
+
+    def _is_beside(self, draft: Draft, via: str) -> bool:
+        """Whether both layouts are in memory at once; else the new one was rehearsed: it is known to be possible."""
+        if via == "memory" or (via == "auto" and spill.fits(draft.most_bytes, self._device)):
+            return True
+        needed = draft.rehearse()
+        return via == "auto" and spill.fits(needed, self._device)
+
+    def _fill(self, draft: Draft, catalog: Catalog, old: dict[Key, Held]) -> None:
+        self._model, self._twin, new = draft.lay_out()
+        rest = {key: entry for key, entry in catalog.items() if key not in self._buffers}
+        self._move(rest, old, {key: held for key, held in new.items() if key not in self._buffers})
+
+    def _fill_from_files(self, draft: Draft, catalog: Catalog, old: dict[Key, Held]) -> None:
+        """The old layout goes first: a trainer that is cut off behind that is lost."""
+        spill.require_disk(spill.num_bytes(old.values()))
+        with tempfile.TemporaryDirectory(prefix="nbtrain-replan-") as folder:
+            files = together(lambda: spill.write(old, Path(folder)))
+            old.clear()
+            with uninterrupted():
+                try:
+                    self._trainer.optimizer.state.clear()
+                    retire(self._trainer.model, self._stepper.layout)
+                    self._fill(draft, catalog, files)
+                except BaseException as problem:
+                    self._stepper.lost = (
+                        f"the trainer was cut off while its layout changed through files ({problem}); make it again on "
+                        "all ranks, and load the last checkpoint"
+                    )
+                    raise
+                finally:
+                    files.clear()  # else Windows could not delete them
 
     def settle(self) -> str:
         """All ranks agree, and switch; what there is to tell. Collective."""
@@ -182,15 +221,11 @@ class Change:
         new.tensor = old.tensor if alike else None
         return new
 
-    def _room(self, estate: transplant.Estate, catalog: Any) -> dict[Key, Held]:
-        state = transplant.make_room(self._twin, estate, catalog, self._model, self._new)
-        return {**by_key(held_parameters(self._model, self._new)), **state}
-
-    def _move(self, catalog: Any, old: dict[Key, Held], new: dict[Key, Held]) -> None:
+    def _move(self, catalog: Catalog, old: dict[Key, Held], new: dict[Key, Held]) -> None:
         self._traffic += Move(catalog, old, new, self._device).run()
 
     @property
-    def _device(self) -> Any:
+    def _device(self) -> torch.device | None:
         return meshes.device_of(self._stepper.layout.mesh)
 
     def _switch(self, told: str) -> None:
@@ -205,34 +240,10 @@ class Change:
             for loader in loaders:
                 loader.replan(self._plan)
             rebind((vars_of_main(), *self._namespaces), old_model, self._model)
-            retire(old_model, old_layout)
+            if not old_layout.gone:
+                retire(old_model, old_layout)
             self._done = True
             self.drop()
-
-
-def together(attempt: Callable[[], T]) -> T:
-    """What ``attempt`` gives; where it fails on one rank, all raise. Collective.
-
-    Raises:
-        ModelError: It failed on another rank; there, what it raised.
-    """
-    value: Any = None
-    problem: Exception | None = None
-    try:
-        value = attempt()
-    except Exception as failure:  # the others wait to hear of it
-        problem = failure
-    reports = gather("" if problem is None else f"{type(problem).__name__}: {problem}")
-    if problem is not None:
-        raise problem
-    if found := next(((rank, text) for rank, text in enumerate(reports) if text), None):
-        raise ModelError(f"the layout cannot change: rank {found[0]} has {found[1]}")
-    return value  # type: ignore[no-any-return]  # there is one where nothing failed
-
-
-def by_key(held: dict[str, Held]) -> dict[Key, Held]:
-    """Weights as `move` knows them."""
-    return {(name,): value for name, value in held.items()}
 
 
 def vars_of_main() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ def check(layout: Layout) -> None:
 
 def blueprint_of(layout: Layout) -> nn.Module:
     """Of a layout that `check` passed."""
-    assert layout.blueprint is not None and layout.blueprint.module is not None, "checked"
-    return layout.blueprint.module
+    module = None if layout.blueprint is None else layout.blueprint.module
+    assert module is not None, "checked"
+    return module
 
 
 def build(layout: Layout, model: nn.Module, device: torch.device | None) -> nn.Module:
@@ -83,26 +85,43 @@ def persistent_buffers(module: nn.Module) -> dict[str, Held]:
     return held
 
 
-def carry_over(layout: Layout, old: nn.Module, new: nn.Module) -> None:
-    """Gives ``new`` what was changed since the blueprint: modes, numbers, words, flags and tensors that modules keep.
+@dataclass(frozen=True)
+class Changes:
+    """What modules keep beside parameters and buffers, and have got since the blueprint.
 
-    What ``layout`` itself has set, the sizes of a rank's part for instance, stays behind.
+    Attributes:
+        values: Numbers, words, flags and tensors, by module and name.
+        training: Mode of the root, as `parallelize` gave it.
+        extras: Of ``get_extra_state``, by name.
+    """
+
+    values: dict[str, dict[str, Any]]
+    training: bool
+    extras: dict[str, Any]
+
+    def give(self, model: nn.Module) -> None:
+        """To the model in its new layout, as `parallelize` gives it."""
+        modules = dict(inner(model).named_modules())
+        set_attributes(inner(model), {name: held for name, held in self.values.items() if name in modules})
+        model.training = self.training
+        for name, extra in self.extras.items():
+            set_extra(model, name, extra)
+
+
+def changes_of(layout: Layout, model: nn.Module) -> Changes:
+    """What ``layout`` itself has set, the sizes of a rank's part for instance, is left out.
 
     Args:
-        layout: Of ``old``.
-        old: As `parallelize` gave it.
-        new: The same, laid out anew.
+        layout: Of the model.
+        model: As `parallelize` gave it.
     """
-    before, modules = attributes(_as_laid_out(layout)), dict(inner(new).named_modules())
+    before = attributes(_as_laid_out(layout))
     values = {
         name: {key: value for key, value in held.items() if _is_changed(before[name], key, value)}
-        for name, held in attributes(inner(old)).items()
-        if name in modules and name in before
+        for name, held in attributes(inner(model)).items()
+        if name in before
     }
-    set_attributes(inner(new), values)
-    new.training = old.training
-    for name, extra in extra_states(old).items():
-        set_extra(new, name, extra)
+    return Changes(values, model.training, extra_states(model))
 
 
 def _as_laid_out(layout: Layout) -> nn.Module:

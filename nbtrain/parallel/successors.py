@@ -17,9 +17,10 @@ def require_alone(stepper: Stepper) -> None:
     if _others(stepper):
         gc.collect()  # of a cell that ran again it may be garbage
     if others := _others(stepper):
+        who = "1 more trainer trains" if len(others) == 1 else f"{len(others)} more trainers train"
         raise UsageError(
-            f"{len(others)} more trainer{'s train' * (len(others) > 1) or ' trains'} the model, and would stay behind in "
-            "the old layout; delete it (del trainer), and make it again afterwards"
+            f"{who} the model, and would stay behind in the old layout; delete it (del trainer), and make it again "
+            "afterwards"
         )
 
 
@@ -41,7 +42,6 @@ def _others(stepper: Stepper) -> list[Stepper]:
 
 def _is_one_of_many(layout: Layout) -> bool:
     plan = layout.plan
-    layouts = [
-        thing for thing in live.tracked() if isinstance(thing, Layout) and thing is not layout and not thing.gone
-    ]
-    return any((other.plan.dp, other.plan.tp) == (plan.dp, plan.tp) for other in layouts)
+    layouts = [thing for thing in live.tracked() if isinstance(thing, Layout) and not thing.gone]
+    alike = [other for other in layouts if (other.plan.dp, other.plan.tp) == (plan.dp, plan.tp)]
+    return any(other is not layout for other in alike)

@@ -190,7 +190,7 @@ class Trainer:
         """`nbtrain.loader` with this trainer's plan."""
         return own(loader(dataset, self.plan, batch_size=batch_size, **options), self._stepper)
 
-    def replan(self, plan: Plan | str, *, probe: Any = None) -> None:
+    def replan(self, plan: Plan | str, *, via: str = "auto", probe: Any = None) -> None:
         """Lays the model out by another plan, between two steps. Collective; the number of ranks stays.
 
         Weights, buffers, optimizer state, scheduler, loss scale, counts and positions of loaders come along: training
@@ -201,18 +201,22 @@ class Trainer:
         in lists and dicts; numbers, words, flags and tensors come along.
 
         The new layout is made beside the old one, which goes when all ranks hold all of the new one. Before that
-        nothing of the trainer has changed: whatever raises, an interrupt too, it goes on in the old layout. A rank needs
-        memory for its parts of both, and for one whole tensor.
+        nothing of the trainer has changed: whatever raises, an interrupt too, it goes on in the old layout. A rank
+        needs memory for its parts of both, and for one whole tensor, or 64 MiB of them. Where that isn't there, its
+        old parts wait in temporary files: an interrupt is then put off to the end, and a rank that dies meanwhile takes
+        the trainer with it.
 
         Args:
             plan: Or its text, e.g. ``"tp=2,zero=1"``.
+            via: "memory": both layouts at once. "disk": through files of the folder ``TMPDIR``. "auto" takes memory
+                where the free bytes on every device or host are enough.
             probe: As of `parallelize`, where ``tp`` has to be decided anew.
 
         Raises:
             PlanError, ModelError, OptimizerError, BatchError, UsageError: Plan, model, optimizer, a loader or what is
                 around the trainer cannot take it; nothing was changed.
         """
-        replan(self, plan, probe, (sys._getframe(1).f_globals,))
+        replan(self, plan, via, probe, (sys._getframe(1).f_globals,))
 
     def memory(self) -> dict[str, int]:
         """Measured bytes on this rank: ``{"parameters", "gradients", "optimizer", "buffers"}``."""

@@ -63,9 +63,8 @@ def estate_of(held: HeldOptimizer) -> Estate:
             elif value.shape == () and value.pieces:
                 devices[name, key] = value.pieces[0].view.device.type
     reports = gather(([group.names for group in held.groups], plain, devices))
-    groups = [
-        list(dict.fromkeys(itertools.chain(*parts))) for parts in zip(*(names for names, *_ in reports), strict=True)
-    ]
+    by_group = zip(*(names for names, *_ in reports), strict=True)
+    groups = [list(dict.fromkeys(itertools.chain(*parts))) for parts in by_group]
     estate = Estate(groups, {}, {})
     for _, values, kinds in reversed(reports):
         estate.plain.update(values)
@@ -102,8 +101,8 @@ def make_room(twin: Optimizer, estate: Estate, catalog: Catalog, model: nn.Modul
     """
     names, canonical = optimizer_names(model, layout), canonical_names(model, layout)
     keys: dict[str, list[str]] = {}
-    for name, *key in [*catalog, *estate.plain]:
-        keys.setdefault(name, []).extend(key)
+    for name, *rest in [*catalog, *estate.plain]:
+        keys.setdefault(name, []).extend(rest)
     problems = []
     for parameter in (parameter for group in twin.param_groups for parameter in group["params"]):
         own = names[id(parameter)]
