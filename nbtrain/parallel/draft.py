@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +22,6 @@ from nbtrain.parallel.spill import num_bytes
 from nbtrain.parallel.transfer import gather
 
 T = TypeVar("T")
-LaidOut = tuple[nn.Module, Optimizer, dict[Key, Held]]
 
 
 class Draft:
@@ -28,34 +29,43 @@ class Draft:
 
     Args:
         module: Of `structure.build`, with its buffers filled.
-        layout: Of the new plan.
         optimizer: The live one.
         estate: Of it.
         catalog: Of the weights and the optimizer's tensors.
-        probe: As of `parallelize`.
+
+    Attributes:
+        catalog: As given.
+        layout: Of the new plan.
+        model: As `parallelize` gives it, once it is laid out.
+        twin: Of the optimizer, with the new parameters and state.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layout: Layout,
-        optimizer: Optimizer,
-        estate: transplant.Estate,
-        catalog: Catalog,
-        probe: Any,
-    ) -> None:
-        self._module, self._layout, self._optimizer = module, layout, optimizer
-        self._estate, self._catalog, self._probe = estate, catalog, probe
+    layout: Layout
+    model: nn.Module
+    twin: Optimizer
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, estate: transplant.Estate, catalog: Catalog) -> None:
+        self._module, self._optimizer, self._estate, self.catalog = module, optimizer, estate, catalog
+        self._probe: Any = None
+
+    def begin(self, layout: Layout, probe: Any) -> None:
+        """Sets what is to be laid out.
+
+        Args:
+            layout: Of the new plan.
+            probe: As of `parallelize`.
+        """
+        self.layout, self._probe = layout, probe
 
     @property
     def most_bytes(self) -> int:
         """No rank needs more: as if tensor and pipeline parallelism cut nothing."""
-        weights = sum(entry.num_bytes for key, entry in self._catalog.items() if len(key) == 1)
-        state = sum(entry.num_bytes for key, entry in self._catalog.items() if len(key) > 1)
-        plan = self._layout.plan
-        # zero=1 copies weights into its buckets, one bucket at a time; an uneven shard is at most twice an even one
-        shared = weights // plan.dp_shard if self._layout.shards else 2 * weights
-        return shared + (state // plan.dp_shard if plan.zero else state) + weights // 8
+        weights = sum(entry.num_bytes for key, entry in self.catalog.items() if len(key) == 1)
+        state = sum(entry.num_bytes for key, entry in self.catalog.items() if len(key) > 1)
+        plan = self.layout.plan
+        # zero=1 copies weights into its buckets; dim 0 of a small tensor may not divide evenly
+        held = weights // plan.dp_shard if self.layout.shards else 2 * weights
+        return held + (state // plan.dp_shard if plan.zero else state) + weights // 8
 
     def rehearse(self) -> int:
         """Everything without memory; how many bytes this rank needs. Collective.
@@ -63,25 +73,31 @@ class Draft:
         Raises:
             PlanError, ModelError, OptimizerError: The layout is not possible.
         """
-        plan, old = self._layout.plan, self._layout
-        trial = Layout(plan, old.mesh, compile=old.compile, ddp=old.ddp, tensor=old.tensor, draws=old.draws)
-        trial.blueprint = old.blueprint
+        real = self.layout
+        trial = replace(real, originals={}, order={}, _models=weakref.WeakSet())
         _, _, held = self._laid_out(copy.deepcopy(self._module), trial, torch.device("meta"))
-        self._layout.tensor, self._layout.draws = trial.tensor, trial.draws  # decided once
+        real.tensor, real.draws = trial.tensor, trial.draws  # decided once
         return num_bytes(held.values())
 
-    def lay_out(self) -> LaidOut:
-        """The model, a twin of the optimizer, and their memory, with arbitrary numbers in it. Collective.
+    def lay_out(self) -> dict[Key, Held]:
+        """Makes `model` and `twin`; their memory, with arbitrary numbers in it. Collective.
 
         Raises:
             PlanError, ModelError, OptimizerError: The layout is not possible.
         """
-        return self._laid_out(self._module, self._layout, None)
+        self.model, self.twin, held = self._laid_out(self._module, self.layout, None)
+        return held
 
-    def _laid_out(self, module: nn.Module, layout: Layout, memory: torch.device | None) -> LaidOut:
+    def drop(self) -> None:
+        """Lets go of everything."""
+        vars(self).clear()
+
+    def _laid_out(
+        self, module: nn.Module, layout: Layout, memory: torch.device | None
+    ) -> tuple[nn.Module, Optimizer, dict[Key, Held]]:
         model = lay_out_anew(module, layout, self._probe, memory)
         twin = transplant.twin_of(self._optimizer, self._estate, model, layout)
-        state = together(lambda: transplant.make_room(twin, self._estate, self._catalog, model, layout))
+        state = together(lambda: transplant.make_room(twin, self._estate, self.catalog, model, layout))
         return model, twin, {**by_key(held_parameters(model, layout)), **state}
 
 

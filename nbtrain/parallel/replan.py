@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from nbtrain.errors import UsageError, nearest
 from nbtrain.interrupts import uninterrupted
@@ -80,7 +81,7 @@ def replan(trainer: Trainer, plan: Plan | str, via: str, probe: Any, namespaces:
     try:
         change.prepare(probe, via)
     except BaseException:
-        change.drop()  # a notebook keeps the last traceback, and with it this frame
+        change.drop()
         raise
     say(change.settle())
     stepper.mirror_again()
@@ -104,45 +105,52 @@ class Change:
 
     def prepare(self, probe: Any, via: str) -> None:
         """The new layout, with all numbers. Collective; nothing of the trainer changes, but where files are needed."""
-        weights, state = together(self._check)
-        estate = transplant.estate_of(state)
-        old: dict[Key, Held] = {**by_key(weights), **transplant.tensors_of(state)}
+        old, estate = self._describe()
         catalog = catalog_of(old)
         changes = together(lambda: structure.changes_of(self._stepper.layout, self._trainer.model))
+        self._draft = Draft(self._structure(catalog, old), self._trainer.optimizer, estate, catalog)
+        self._draft.begin(self._layout(), probe)
+        if self._is_beside(via):
+            self._fill(old)
+        else:
+            self._fill_from_files(old)
+        together(lambda: changes.give(self._draft.model))
+
+    def _describe(self) -> tuple[dict[Key, Held], transplant.Estate]:
+        """What this rank has now, and what all know of the optimizer. Its views keep the memory that they are of."""
+        weights, state = together(self._check)
+        return {**by_key(weights), **transplant.tensors_of(state)}, transplant.estate_of(state)
+
+    def _structure(self, catalog: Catalog, old: dict[Key, Held]) -> nn.Module:
+        """With its buffers: what tp cuts is found in a forward."""
         module = together(lambda: structure.build(self._stepper.layout, inner(self._trainer.model), self._device))
         self._buffers = by_key(structure.persistent_buffers(module))
         self._move({key: catalog[key] for key in self._buffers if key in catalog}, old, self._buffers)
-        self._new = self._layout()
-        draft = Draft(module, self._new, self._trainer.optimizer, estate, catalog, probe)
-        if self._is_beside(draft, via):
-            self._fill(draft, catalog, old)
-        else:
-            self._fill_from_files(draft, catalog, old)
-        together(lambda: changes.give(self._model))
+        return module
 
-    def _is_beside(self, draft: Draft, via: str) -> bool:
+    def _is_beside(self, via: str) -> bool:
         """Whether both layouts are in memory at once; else the new one was rehearsed: it is known to be possible."""
-        if via == "memory" or (via == "auto" and spill.fits(draft.most_bytes, self._device)):
+        if via == "memory" or (via == "auto" and spill.fits(self._draft.most_bytes, self._device)):
             return True
-        needed = draft.rehearse()
+        needed = self._draft.rehearse()
         return via == "auto" and spill.fits(needed, self._device)
 
-    def _fill(self, draft: Draft, catalog: Catalog, old: dict[Key, Held]) -> None:
-        self._model, self._twin, new = draft.lay_out()
-        rest = {key: entry for key, entry in catalog.items() if key not in self._buffers}
+    def _fill(self, old: dict[Key, Held]) -> None:
+        new = self._draft.lay_out()
+        rest = {key: entry for key, entry in self._draft.catalog.items() if key not in self._buffers}
         self._move(rest, old, {key: held for key, held in new.items() if key not in self._buffers})
 
-    def _fill_from_files(self, draft: Draft, catalog: Catalog, old: dict[Key, Held]) -> None:
+    def _fill_from_files(self, old: dict[Key, Held]) -> None:
         """The old layout goes first: a trainer that is cut off behind that is lost."""
         spill.require_disk(spill.num_bytes(old.values()))
         with tempfile.TemporaryDirectory(prefix="nbtrain-replan-") as folder:
-            files = together(lambda: spill.write(old, Path(folder)))
+            files = together(lambda: spill.write(old, Path(folder) / str(meshes.rank())))
             old.clear()
             with uninterrupted():
                 try:
                     self._trainer.optimizer.state.clear()
                     retire(self._trainer.model, self._stepper.layout)
-                    self._fill(draft, catalog, files)
+                    self._fill(files)
                 except BaseException as problem:
                     self._stepper.lost = (
                         f"the trainer was cut off while its layout changed through files ({problem}); make it again on "
@@ -150,7 +158,7 @@ class Change:
                     )
                     raise
                 finally:
-                    files.clear()  # else Windows could not delete them
+                    files.clear()  # else Windows could not delete the file
 
     def settle(self) -> str:
         """All ranks agree, and switch; what there is to tell. Collective."""
@@ -175,13 +183,16 @@ class Change:
         """Switches too where another rank has switched; else goes on as it is."""
         if any(standings) and not self._done:
             self._switch(f"laid out anew by {self._plan!r}")
-        else:
+        elif not self._done:
             self.drop()
 
     def drop(self) -> None:
-        """Frees the new layout, where it isn't the trainer's."""
-        for name in ("_model", "_twin", "_new"):
-            vars(self).pop(name, None)
+        """Lets go of everything: a notebook keeps the last traceback, and a trainer its last change."""
+        if "_draft" in vars(self):
+            self._draft.drop()
+        done = self._done
+        vars(self).clear()
+        self._done = done
 
     def __getstate__(self) -> dict[str, Any]:
         # a trainer on its way to a new rank brings it along
@@ -230,16 +241,16 @@ class Change:
 
     def _switch(self, told: str) -> None:
         """The trainer has the new layout. Moves nothing."""
-        trainer, stepper = self._trainer, self._stepper
+        trainer, stepper, draft = self._trainer, self._stepper, self._draft
         with uninterrupted():
             old_model, old_layout = trainer.model, stepper.layout
             loaders = loaders_to_tell(stepper, self._plan)
-            transplant.hand_over(trainer.optimizer, self._twin)
-            trainer.model, trainer.plan, trainer._told = self._model, self._plan, told
-            stepper.go_on(self._model, self._new, trained(self._model, trainer.optimizer))
+            transplant.hand_over(trainer.optimizer, draft.twin)
+            trainer.model, trainer.plan, trainer._told = draft.model, self._plan, told
+            stepper.go_on(draft.model, draft.layout, trained(draft.model, trainer.optimizer))
             for loader in loaders:
                 loader.replan(self._plan)
-            rebind((vars_of_main(), *self._namespaces), old_model, self._model)
+            rebind((vars_of_main(), *self._namespaces), old_model, draft.model)
             if not old_layout.gone:
                 retire(old_model, old_layout)
             self._done = True

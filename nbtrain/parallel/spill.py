@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import platform
 import shutil
 import tempfile
@@ -14,7 +16,7 @@ import torch
 
 from nbtrain.errors import UsageError
 from nbtrain.parallel.moving import BATCH_BYTES, Key
-from nbtrain.parallel.pieces import Held, Piece
+from nbtrain.parallel.pieces import Held
 from nbtrain.parallel.transfer import gather
 from nbtrain.plan.footprint import format_bytes
 
@@ -36,11 +38,23 @@ def fits(needed_bytes: int, device: torch.device | None) -> bool:
     return not _short(needed_bytes + BATCH_BYTES, *free_memory(device))
 
 
-def write(held: Mapping[Key, Held], folder: Path) -> dict[Key, Held]:
-    """The same pieces in files of ``folder``, mapped: they take no memory that the system could not have back."""
+def write(held: Mapping[Key, Held], path: Path) -> dict[Key, Held]:
+    """The same pieces in a file, mapped: they take no memory that the system could not have back."""
+    pieces = [piece for one in held.values() for piece in one.pieces]
+    starts = list(itertools.accumulate((_aligned(piece.view.nbytes) for piece in pieces), initial=0))
+    with path.open("wb") as file:
+        for piece, start in zip(pieces, starts, strict=False):
+            file.seek(start)
+            file.write(piece.view.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
+        file.truncate(starts[-1] + 1)  # an empty file cannot be mapped
+    mapped = torch.from_file(str(path), shared=False, size=starts[-1], dtype=torch.uint8)
+    views = iter(
+        mapped[start : start + piece.view.nbytes].view(piece.view.dtype).view(piece.view.shape)
+        for piece, start in zip(pieces, starts, strict=False)
+    )
     return {
-        key: replace(one, pieces=tuple(_written(p, folder / f"{i}-{j}") for j, p in enumerate(one.pieces)))
-        for i, (key, one) in enumerate(held.items())
+        key: replace(one, pieces=tuple(replace(piece, view=next(views)) for piece in one.pieces))
+        for key, one in held.items()
     }
 
 
@@ -85,8 +99,6 @@ def _container_bytes() -> int:
     return 2**63 if limit == "max" else int(limit) - used + int(stat.get("inactive_file", 0))
 
 
-def _written(piece: Piece, path: Path) -> Piece:
-    data = piece.view.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-    data.numpy().tofile(path)
-    mapped = torch.from_file(str(path), shared=False, size=data.numel(), dtype=torch.uint8)
-    return replace(piece, view=mapped.view(piece.view.dtype).view(piece.view.shape))
+def _aligned(size: int) -> int:
+    """Elements of any dtype may begin there."""
+    return math.ceil(size / 64) * 64
