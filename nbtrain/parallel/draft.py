@@ -112,15 +112,12 @@ def together(attempt: Callable[[], T]) -> T:
     Raises:
         ModelError: It failed on another rank; there, what it raised.
     """
-    value: Any = None
-    problem: Exception | None = None
     try:
         value = attempt()
-    except Exception as failure:  # the others wait to hear of it
-        problem = failure
-    reports = gather("" if problem is None else f"{type(problem).__name__}: {problem}")
-    if problem is not None:
-        raise problem
+    except Exception as problem:  # the others wait to hear of it
+        gather(f"{type(problem).__name__}: {problem}")
+        raise
+    reports = gather("")
     if found := next(((rank, text) for rank, text in enumerate(reports) if text), None):
         raise ModelError(f"the layout cannot change: rank {found[0]} has {found[1]}")
-    return value  # type: ignore[no-any-return]  # there is one where nothing failed
+    return value

@@ -72,14 +72,18 @@ class Loader:
                 if plan is not self._plan:
                     break
 
-    def check_replan(self, plan: Plan) -> None:
-        """Raises `BatchError` where `replan` could not go on.
+    def misfit(self, plan: Plan) -> str:
+        """Why `replan` could not go on; "" where it can.
 
         Args:
             plan: Resolved.
         """
-        _check_size(self._order, plan.dp)
-        _check_length(self._order, plan.dp)
+        try:
+            _check_size(self._order, plan.dp)
+            _check_length(self._order, plan.dp)
+        except BatchError as problem:
+            return str(problem)
+        return ""
 
     def replan(self, plan: Plan) -> None:
         """Goes on where it is, also in the middle of an epoch, with the shares of another plan.
@@ -155,12 +159,13 @@ class UnevenLoader(Loader):
         """Batches an epoch: of the rank that has most."""
         return self._num_batches
 
-    def check_replan(self, plan: Plan) -> None:
-        if plan.dp != self._plan.dp or data_coordinate(plan, rank()) != data_coordinate(self._plan, rank()):
-            raise BatchError(
-                "a loader with uneven=True has a dataset of each data-parallel rank's own, and by the new plan other "
-                "ranks share one; delete the loader (del), and make another after trainer.replan"
-            )
+    def misfit(self, plan: Plan) -> str:
+        if plan.dp == self._plan.dp and data_coordinate(plan, rank()) == data_coordinate(self._plan, rank()):
+            return ""
+        return (
+            "a loader with uneven=True has a dataset of each data-parallel rank's own, and by the new plan other ranks "
+            "share one; delete the loader (del), and make another after trainer.replan"
+        )
 
     def _meet(self) -> None:
         """Tells the others how many batches this rank has. Collective."""

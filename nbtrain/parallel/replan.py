@@ -40,7 +40,7 @@ from nbtrain.parallel.optimizer import require_elementwise, trained
 from nbtrain.parallel.pieces import Held, held_optimizer, held_parameters
 from nbtrain.parallel.retire import inner, rebind, retire
 from nbtrain.parallel.stepper import Stepper
-from nbtrain.parallel.successors import loaders_to_tell, require_alone
+from nbtrain.parallel.successors import loaders_to_tell, require_alone, require_loaders_fit
 from nbtrain.parallel.tensor.random import Draws
 from nbtrain.parallel.transfer import gather
 from nbtrain.plan import Plan
@@ -214,8 +214,7 @@ class Change:
             require_mirrorable(trainer.optimizer)
         preflight.check_apart(inner(trainer.model))
         preflight.check_model(structure.blueprint_of(layout), plan, has_values=False)
-        for loader in loaders_to_tell(self._stepper, plan):
-            loader.check_replan(plan)
+        require_loaders_fit(self._stepper, plan)
         state = held_optimizer(trainer.optimizer, trainer.model, layout)
         return held_parameters(trainer.model, layout), state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from nbtrain.errors import UsageError
+from nbtrain.errors import BatchError, UsageError
 from nbtrain.parallel import live
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loader import Loader, owned_by, unowned
@@ -14,14 +14,22 @@ from nbtrain.plan import Plan
 
 def require_alone(stepper: Stepper) -> None:
     """Raises `UsageError` where another trainer trains the model: its optimizer would hold what is gone."""
-    if _others(stepper):
+    if _num_others(stepper):
         gc.collect()  # of a cell that ran again it may be garbage
-    if others := _others(stepper):
-        who = "1 more trainer trains" if len(others) == 1 else f"{len(others)} more trainers train"
+    # a number: the traceback, which a notebook keeps, must not keep trainers
+    if number := _num_others(stepper):
+        who = "1 more trainer trains" if number == 1 else f"{number} more trainers train"
         raise UsageError(
             f"{who} the model, and would stay behind in the old layout; delete it (del trainer), and make it again "
             "afterwards"
         )
+
+
+def require_loaders_fit(stepper: Stepper, plan: Plan) -> None:
+    """Raises `BatchError` where a loader cannot give the shares of ``plan``; all are told."""
+    # words: the traceback must not keep a loader that the user then deletes
+    if any(problems := [loader.misfit(plan) for loader in loaders_to_tell(stepper, plan)]):
+        raise BatchError("; ".join(filter(None, problems)))
 
 
 def loaders_to_tell(stepper: Stepper, plan: Plan) -> list[Loader]:
@@ -35,9 +43,9 @@ def loaders_to_tell(stepper: Stepper, plan: Plan) -> list[Loader]:
     return [*owned_by(stepper), *([] if _is_one_of_many(old) else unowned(old.plan))]
 
 
-def _others(stepper: Stepper) -> list[Stepper]:
+def _num_others(stepper: Stepper) -> int:
     steppers = (thing for thing in live.resumables().values() if isinstance(thing, Stepper))
-    return [other for other in steppers if other is not stepper and other.layout is stepper.layout]
+    return sum(other is not stepper and other.layout is stepper.layout for other in steppers)
 
 
 def _is_one_of_many(layout: Layout) -> bool:
