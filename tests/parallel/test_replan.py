@@ -283,7 +283,7 @@ def test_what_is_refused_changes_nothing() -> None:
             ("tp=3", PlanError, "tp=3"),
             ({"tp": 2}, PlanError, "nt.Plan"),
             ("zero=3,offload=nothing", PlanError, "offload"),
-            (nt.Plan(tp=4, tp_plan={"nothing.here": "colwise"}), ModelError, "nothing.here"),
+            (nt.Plan(tp=4, tp_plan={"nothing.here": "colwise"}), PlanError, "nothing.here"),
             ("dp_shard=4,zero=3", BatchError, "batch_size=6"),
         ]
         model = trainer.model
@@ -322,7 +322,7 @@ def test_an_optimizer_that_cannot_follow() -> None:
                 lambda params: torch.optim.Adafactor(params, lr=0.01),
                 "zero=3",
                 "memory",
-                "cannot be laid out|cannot step",
+                "cannot be laid out so",
             ),
         ):
             trainer = make("zero=0", models.MLP, optimizer=optimizer, loss_fn=nn.functional.mse_loss)
