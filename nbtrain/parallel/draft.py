@@ -76,7 +76,7 @@ class Draft:
         real = self.layout
         trial = replace(real, originals={}, order={}, _models=weakref.WeakSet())
         _, _, held = self._laid_out(copy.deepcopy(self._module), trial, torch.device("meta"))
-        real.tensor, real.draws = trial.tensor, trial.draws  # decided once
+        real.tensor, real.split, real.draws = trial.tensor, trial.split, trial.draws  # decided once
         return num_bytes(held.values())
 
     def lay_out(self) -> dict[Key, Held]:

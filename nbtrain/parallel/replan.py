@@ -119,12 +119,14 @@ class Change:
     def _describe(self) -> tuple[dict[Key, Held], transplant.Estate]:
         """What this rank has now, and what all know of the optimizer. Its views keep the memory that they are of."""
         weights, state = together(self._check)
-        return {**by_key(weights), **transplant.tensors_of(state)}, transplant.estate_of(state)
+        buffers = structure.held_buffers(inner(self._trainer.model))
+        return {**by_key(weights), **buffers, **transplant.tensors_of(state)}, transplant.estate_of(state)
 
     def _structure(self, catalog: Catalog, old: dict[Key, Held]) -> nn.Module:
         """With its buffers: what tp cuts is found in a forward."""
-        module = together(lambda: structure.build(self._stepper.layout, inner(self._trainer.model), self._device))
-        self._buffers = by_key(structure.persistent_buffers(module))
+        layout, model = self._stepper.layout, inner(self._trainer.model)
+        module = together(lambda: structure.build(layout, model, catalog, self._device))
+        self._buffers = structure.held_buffers(module)
         self._move({key: catalog[key] for key in self._buffers if key in catalog}, old, self._buffers)
         return module
 
@@ -222,7 +224,7 @@ class Change:
         """Of the new plan, with what stays of the old one. Collective: a mesh may have to be built."""
         old, plan = self._stepper.layout, self._plan
         new = Layout(plan, meshes.build_mesh(plan), compile=old.compile, ddp=old.ddp, blueprint=old.blueprint)
-        if plan.tp > 1 and old.draws is not None:
+        if (plan.tp > 1 or plan.pp > 1) and old.draws is not None:
             coordinate = meshes.data_coordinate(plan, meshes.rank())
             new.draws = Draws(old.draws.seed, coordinate, old.draws.step, old.draws.forwards)
         alike = all(

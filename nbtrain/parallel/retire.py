@@ -52,7 +52,7 @@ def rebind(namespaces: Iterable[dict[str, Any]], old: nn.Module, new: nn.Module)
 def retire(model: nn.Module, layout: Layout) -> None:
     """Frees what the model holds, also where somebody holds on to it; its forward raises from now on. Moves nothing."""
     layout.gone = _GONE
-    layout.loop = layout.usage = layout.result = None
+    layout.loop = layout.usage = layout.result = layout.pipeline = None
     live.untrack(layout)
     for module in model.modules():
         if isinstance(module, FSDPModule):

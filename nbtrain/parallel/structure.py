@@ -14,6 +14,7 @@ from nbtrain.errors import ModelError, UsageError
 from nbtrain.parallel import mesh as meshes
 from nbtrain.parallel.blueprint import attributes, set_attributes, with_memory
 from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.moving import Catalog, Entry, Key
 from nbtrain.parallel.pieces import Box, Held, Piece, extra_states
 from nbtrain.parallel.retire import inner
 from nbtrain.parallel.state import set_extra
@@ -45,14 +46,13 @@ def blueprint_of(layout: Layout) -> nn.Module:
     return module
 
 
-def build(layout: Layout, model: nn.Module, device: torch.device | None) -> nn.Module:
-    """The blueprint once more: parameters on the meta device, buffers in memory.
-
-    Persistent buffers have arbitrary numbers; the others have those of ``model``.
+def build(layout: Layout, model: nn.Module, catalog: Catalog, device: torch.device | None) -> nn.Module:
+    """The blueprint once more: parameters on the meta device, buffers in memory, with arbitrary numbers.
 
     Args:
         layout: Of the model.
         model: As it is trained, without the replica around it.
+        catalog: With the buffers as they are now: code may have resized or registered some.
         device: Of the buffers.
     """
     module = copy.deepcopy(blueprint_of(layout))
@@ -60,29 +60,34 @@ def build(layout: Layout, model: nn.Module, device: torch.device | None) -> nn.M
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trained.get(name, parameter.requires_grad))
     made: dict[int, torch.Tensor] = {}
-    for _, part, name, buffer in _buffers(module):
-        part._buffers[name] = made.setdefault(id(buffer), with_memory(buffer, device))
-    now = dict(model.named_buffers(remove_duplicate=False))
-    for prefix, part, name, buffer in _buffers(module):
-        value = now.get(f"{prefix}.{name}" if prefix else name)
-        if name in part._non_persistent_buffers_set and value is not None:
-            if (value.shape, value.dtype) == (buffer.shape, buffer.dtype):
-                buffer.copy_(value)
-            else:
-                part._buffers[name] = value.clone()
+    for name, part, key, buffer in _buffers(module):
+        part._buffers[key] = made.setdefault(id(buffer), _like(buffer, catalog.get((name,)), device))
+    known = {name for name, *_ in _buffers(module)}
+    for name, part, key, buffer in _buffers(model):
+        if name not in known:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            owner.register_buffer(key, torch.empty_like(buffer), key not in part._non_persistent_buffers_set)
     return module
 
 
-def persistent_buffers(module: nn.Module) -> dict[str, Held]:
-    """Whole ones, as a rank holds them; a tied one under its first name."""
-    found: dict[int, str] = {}
-    held: dict[str, Held] = {}
-    for prefix, part, name, buffer in _buffers(module):
-        full = found.setdefault(id(buffer), f"{prefix}.{name}" if prefix else name)
-        if name not in part._non_persistent_buffers_set:
+def held_buffers(module: nn.Module) -> dict[Key, Held]:
+    """All that this rank has, also those that no state dict has; whole, a tied one under its first name."""
+    found: dict[int, None] = {}
+    held: dict[Key, Held] = {}
+    for name, _, _, buffer in _buffers(module):
+        if id(buffer) not in found:
+            found[id(buffer)] = None
             whole = Box((0,) * buffer.ndim, tuple(buffer.shape))
-            held.setdefault(full, Held(full, whole.sizes, buffer.dtype, (Piece(whole, buffer),) * bool(whole.numel)))
+            pieces = (Piece(whole, buffer.detach()),) if whole.numel else ()
+            held[name,] = Held(name, whole.sizes, buffer.dtype, pieces)
     return held
+
+
+def _like(buffer: torch.Tensor, now: Entry | None, device: torch.device | None) -> torch.Tensor:
+    """Memory for a buffer of the blueprint; some may not be anywhere any more."""
+    if now is None or (tuple(buffer.shape), buffer.dtype) == (now.shape, now.dtype):
+        return with_memory(buffer, device)
+    return torch.empty(now.shape, dtype=now.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -115,13 +120,23 @@ def changes_of(layout: Layout, model: nn.Module) -> Changes:
         layout: Of the model.
         model: As `parallelize` gave it.
     """
-    before = attributes(_as_laid_out(layout))
+    reference = _as_laid_out(layout)
+    before, tensors = attributes(reference), {name: _own_tensors(part) for name, part in reference.named_modules()}
     values = {
-        name: {key: value for key, value in held.items() if _is_changed(before[name], key, value)}
+        name: {
+            key: value
+            for key, value in held.items()
+            # a pipeline stage has blanks in the places of what others hold
+            if key not in tensors[name] and not key.startswith("_nbtrain") and _is_changed(before[name], key, value)
+        }
         for name, held in attributes(inner(model)).items()
         if name in before
     }
     return Changes(values, model.training, extra_states(model))
+
+
+def _own_tensors(module: nn.Module) -> set[str]:
+    return {*module._parameters, *module._buffers}
 
 
 def _as_laid_out(layout: Layout) -> nn.Module:
@@ -139,7 +154,8 @@ def _is_changed(before: dict[str, Any], key: str, value: Any) -> bool:
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Each with its full name, the module that has it, and its own name there; tied ones under each of their names."""
     for prefix, part in module.named_modules():
-        for name, buffer in list(part._buffers.items()):
+        for key, buffer in list(part._buffers.items()):
             if buffer is not None:
-                yield prefix, part, name, buffer
+                yield f"{prefix}.{key}" if prefix else key, part, key, buffer
