@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from lives import Life, die, run_lives
 from parity import FP32, Tolerance, rank
 from ranks import run_ranks
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import nbtrain as nt
 from nbtrain.errors import BatchError, ModelError, NbtrainError, OptimizerError, PlanError, SessionError, UsageError
@@ -30,7 +30,7 @@ from nbtrain.parallel.pieces import Held, held_optimizer, held_parameters
 from nbtrain.parallel.scaler import Scaling
 from nbtrain.parallel.transfer import gather
 
-CHAIN = ("zero=3", "tp=2,zero=1", "zero=0", "zero=3,dp_replicate=2", "tp=4", "zero=1", "tp=2,zero=3")
+CHAIN = ("zero=3", "tp=2,zero=1", "zero=0", "zero=3,dp_replicate=2", "tp=4", "pp=2,zero=1", "pp=2,tp=2")
 """On four ranks; and back to the first."""
 BATCH = 12
 
@@ -161,18 +161,18 @@ class OneDevice:
         return state
 
 
-@pytest.mark.parametrize("via", ["memory", "disk"])
-def test_a_chain_of_layouts(via: str) -> None:
+@pytest.mark.parametrize(("via", "chain"), [("memory", CHAIN), ("disk", ("zero=3", "tp=2", "zero=1"))])
+def test_a_chain_of_layouts(via: str, chain: tuple[str, ...]) -> None:
     """One device's losses, weights and moments at every step; every byte the same right after each change."""
+    world_size = 4 if via == "memory" else 2
 
     def on_rank() -> None:
         torch.manual_seed(0)
         plain = OneDevice(Counting(), "gpt", adamw, 0.5)
-        trainer = make(CHAIN[0], scheduler=decay, grad_clip=0.5)
+        trainer = make(chain[0], scheduler=decay, grad_clip=0.5)
         optimizer, scheduler = trainer.optimizer, trainer._stepper.scheduler
         trainer.model.blocks[1].mlp.eval()
-        chain = (*CHAIN[1:], CHAIN[0]) if via == "memory" else ("tp=2,zero=1", "zero=0", CHAIN[0])
-        for number, spec in enumerate(chain):
+        for number, spec in enumerate((*chain[1:], chain[0])):
             for _ in range(2 if number == 0 else 1):
                 assert take_step(trainer) == pytest.approx(plain.step(), rel=1e-5), spec
             trainer.model.scale += 0.125  # in no state dict
@@ -181,21 +181,21 @@ def test_a_chain_of_layouts(via: str) -> None:
             with quiet() as text:
                 trainer.replan(spec, via=via)
             assert_same(before, everything(trainer))
-            assert trainer.plan == trainer._stepper.layout.plan == nt.Plan.parse(spec).resolve(4)
+            assert trainer.plan == trainer._stepper.layout.plan == nt.Plan.parse(spec).resolve(world_size)
             assert (trainer.optimizer, scheduler.optimizer, trainer.num_steps) == (optimizer, optimizer, number + 2)
-            assert trainer.model.calls == number + 2
             assert not trainer.model.blocks[1].mlp.training
-            assert trainer.model.blocks[1].training
+            assert trainer.model.blocks[0].mlp.training
             assert trainer._told in trainer.describe()
             assert (trainer._told in text.getvalue()) == (rank() == 0)
             assert trainer.grad_norm is not None
         assert take_step(trainer) == pytest.approx(plain.step(), rel=1e-5)
+        assert world_size == 4 or trainer.model.calls == len(chain) + 2  # microbatches of a pipeline are calls too
         after, expected = everything(trainer), plain.everything()
         assert after.keys() == expected.keys() - {"scale"}
-        for name, value in after.items():
-            assert_close(expected[name].detach(), value, name)
+        for name in after.keys() - {"seen"}:
+            assert_close(expected[name].detach(), after[name], name)
 
-    run_ranks(on_rank, 4)
+    run_ranks(on_rank, world_size, timeout=110)
 
 
 def test_statistics_momentum_and_unused_parameters_come_along() -> None:
@@ -223,48 +223,37 @@ def test_statistics_momentum_and_unused_parameters_come_along() -> None:
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize("spec", ["zero=3", "zero=1", "zero=0", "tp=2"])
-def test_the_old_layout_holds_nothing(spec: str) -> None:
+def test_the_old_layout_holds_nothing() -> None:
     """Though the notebook holds on to the model, its parameters, and what they were gathered into."""
 
     def on_rank() -> None:
-        trainer = make(spec)
-        take_step(trainer)
-        old, module = trainer.model, getattr(trainer.model, "module", trainer.model)
-        held = [*old.parameters(), *module.buffers()]
-        where = addresses([*held, *(v for s in trainer.optimizer.state.values() for v in s.values())])
-        other = "zero=0" if spec != "zero=0" else "zero=3"
-        with quiet():
-            trainer.replan(other)
-        assert sum(local(tensor).numel() for tensor in held) == 0
-        assert all(tensor.grad is None for tensor in held)
-        live = addresses([thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)])
-        now = addresses(
-            [*trainer.model.parameters(), *(v for s in trainer.optimizer.state.values() for v in s.values())]
-        )
-        assert not (where & live) - now, "freed memory may have been taken again, by the new layout alone"
-        for use in (lambda: old(batch("gpt", 0)[0]), lambda: module(batch("gpt", 0)[0])):
-            with pytest.raises(ModelError, match=r"laid out anew.*trainer\.model"):
-                use()
-        with pytest.raises(ModelError, match="laid out anew"):
-            nt.parallelize(old, nt.Plan.parse(spec))
-        take_step(trainer)
+        trainer = make("zero=3")
+        for spec in ("zero=1", "tp=2", "pp=2", "zero=0", "zero=3"):
+            take_step(trainer)
+            old, module = trainer.model, getattr(trainer.model, "module", trainer.model)
+            held = [*old.parameters(), *module.buffers()]
+            memory = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in owned(trainer).items()}
+            with quiet():
+                trainer.replan(spec)
+            assert sum(local(tensor).numel() for tensor in held) == 0
+            assert all(tensor.grad is None for tensor in held)
+            assert not [name for name, reference in memory.items() if not reference.expired()], spec
+            for use in (old, module):
+                with pytest.raises(ModelError, match=r"laid out anew.*trainer\.model"):
+                    use(batch("gpt", 0)[0])
+            with pytest.raises(ModelError, match="laid out anew"):
+                nt.parallelize(old, trainer.plan)
 
-    run_ranks(on_rank, 2)
+    run_ranks(on_rank, 2, timeout=100)
 
 
-def addresses(tensors: list[torch.Tensor]) -> set[int]:
-    """Of memory of some size: a count of steps is small, and its place is soon taken by something else."""
-    found = set()
-    for tensor in tensors:
-        part = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
-        if (
-            type(part) in (torch.Tensor, nn.Parameter)
-            and part.device.type == "cpu"
-            and part.untyped_storage().nbytes() > 2048
-        ):
-            found.add(part.untyped_storage().data_ptr())
-    return found
+def owned(trainer: nt.Trainer) -> dict[str, torch.Tensor]:
+    """This rank's memory of weights, buffers and optimizer state."""
+    module = getattr(trainer.model, "module", trainer.model)
+    found = dict(module.named_parameters()) | dict(module.named_buffers())
+    for number, (_, entries) in enumerate(trainer.optimizer.state.items()):
+        found |= {f"{number}/{key}": value for key, value in entries.items()}
+    return {name: local(tensor.detach()) for name, tensor in found.items()}
 
 
 class Global(torch.optim.SGD):
@@ -322,7 +311,7 @@ def test_an_optimizer_that_cannot_follow() -> None:
                 lambda params: torch.optim.Adafactor(params, lr=0.01),
                 "zero=3",
                 "memory",
-                "cannot be laid out so",
+                "laid out so|cannot step",
             ),
         ):
             trainer = make("zero=0", models.MLP, optimizer=optimizer, loss_fn=nn.functional.mse_loss)
@@ -388,7 +377,7 @@ def test_who_is_cut_off_in_the_agreement_follows_the_others() -> None:
     run_lives(live_on, live_on, 2, ())
 
 
-@pytest.mark.parametrize("spec", ["zero=3", "zero=1", "tp=2"])
+@pytest.mark.parametrize("spec", ["zero=3", "tp=2"])
 def test_a_rank_that_dies_behind_a_change_is_healed(spec: str) -> None:
     """By what mirrors its shards since the change, or by its replica; the newcomer has the new layout."""
 
