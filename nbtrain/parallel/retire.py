@@ -39,7 +39,8 @@ def rebind(namespaces: Iterable[dict[str, Any]], old: nn.Module, new: nn.Module)
     Returns:
         The names.
     """
-    heirs = {id(old): new, **_heirs(inner(old), inner(new))}
+    # a sharded model is the module itself, and its names may mean a replica then: that is what reduces gradients
+    heirs = {**_heirs(inner(old), inner(new)), id(old): new}
     bound: dict[str, None] = {}
     for namespace in {id(names): names for names in namespaces}.values():
         for name, value in list(namespace.items()):

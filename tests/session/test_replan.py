@@ -8,24 +8,30 @@ from notebook import Notebook
 MODEL = """%%distributed
 from torch import nn
 
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
 torch.manual_seed(3)
-model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+model = Net()
 trainer = nt.Trainer(model, nt.Plan(zero=0), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
                      loss_fn=nn.functional.mse_loss)
-replica, head, weight = trainer.model, model[2], model[2].weight
+replica, head, weight = trainer.model, model.head, model.head.weight
 
 def step():
     g = torch.Generator().manual_seed(trainer.num_steps)
     x, y = torch.randn(16, 8, generator=g), torch.randn(16, 4, generator=g)
-    part = nt_share()
+    part = rank // trainer.plan.tp % trainer.plan.dp
     return trainer.step(x.chunk(trainer.plan.dp)[part], y.chunk(trainer.plan.dp)[part]).item()
-
-def nt_share():
-    return rank // trainer.plan.tp % trainer.plan.dp
 """
 CHANGE = """%%distributed -o bound
 trainer.replan(PLAN)
-[replica is trainer.model, head is model[2], weight is model[2].weight, model is getattr(replica, "module", replica)]
+now = trainer.model
+[replica is now, head is now.head, weight is now.head.weight, model in (now, getattr(now, "module", now))]
 """
 
 
