@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,13 +18,14 @@ from nbtrain.parallel.cell import require_all_ranks
 from nbtrain.parallel.evaluation import evaluate
 from nbtrain.parallel.holdings import bucket_text, holdings, holdings_text, measured
 from nbtrain.parallel.layout import Layout, layout_of
-from nbtrain.parallel.loader import Loader, loader
+from nbtrain.parallel.loader import Loader, loader, own
 from nbtrain.parallel.loss import LossFn
 from nbtrain.parallel.optimizer import MakeOptimizer, make_optimizer, trained
 from nbtrain.parallel.parallelize import parallelize
 from nbtrain.parallel.peers import require_same_batch
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.preflight import check_same_options
+from nbtrain.parallel.replan import Change, replan
 from nbtrain.parallel.state import full_state_dict, load_full_state_dict
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.parallel.timeline import collect_timeline
@@ -116,6 +118,8 @@ class Trainer:
         )
         if redundancy:
             self._stepper.mirror_again()
+        self._told = ""  # of the last change of layout
+        self._change: Change | None = None
 
     def step(self, *batch: Any, **named: Any) -> torch.Tensor:
         """One optimizer step on this rank's share of the global batch, as the loader gives it.
@@ -185,7 +189,35 @@ class Trainer:
 
     def loader(self, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> Loader:
         """`nbtrain.loader` with this trainer's plan."""
-        return loader(dataset, self.plan, batch_size=batch_size, **options)
+        return own(loader(dataset, self.plan, batch_size=batch_size, **options), self._stepper)
+
+    def replan(self, plan: Plan | str, *, via: str = "auto", probe: Any = None) -> None:
+        """Lays the model out by another plan, between two steps. Collective; the number of ranks stays.
+
+        Weights, buffers, optimizer state, scheduler, loss scale, counts and positions of loaders come along: training
+        goes on as if nothing had happened. `model` and `plan` are new objects; the trainer, its optimizer and its
+        scheduler stay the ones that they are. Names of the notebook that hold the model, a module or a parameter of it
+        are bound to what took its place; elsewhere the old model raises when it is called, and holds no memory.
+        Gradients are dropped. Hooks that were set on the laid-out model stay behind, and so does what its modules keep
+        in lists and dicts; numbers, words, flags and tensors come along.
+
+        The new layout is made beside the old one, which goes when all ranks hold all of the new one. Before that
+        nothing of the trainer has changed: whatever raises, an interrupt too, it goes on in the old layout. A rank
+        needs memory for its parts of both, and for one whole tensor, or 64 MiB of them. Where that isn't there, its
+        old parts wait in temporary files: an interrupt is then put off to the end, and a rank that dies meanwhile takes
+        the trainer with it.
+
+        Args:
+            plan: Or its text, e.g. ``"tp=2,zero=1"``.
+            via: "memory": both layouts at once. "disk": through files of the folder ``TMPDIR``. "auto" takes memory
+                where the free bytes on every device or host are enough.
+            probe: As of `parallelize`, where ``tp`` has to be decided anew.
+
+        Raises:
+            PlanError, ModelError, OptimizerError, BatchError, UsageError: Plan, model, optimizer, a loader or what is
+                around the trainer cannot take it; nothing was changed.
+        """
+        replan(self, plan, via, probe, (sys._getframe(1).f_globals,))
 
     def memory(self) -> dict[str, int]:
         """Measured bytes on this rank: ``{"parameters", "gradients", "optimizer", "buffers"}``."""
@@ -216,6 +248,7 @@ class Trainer:
             *([] if (tensor := self._stepper.layout.tensor) is None else [tensor.told]),
             *([] if (split := self._stepper.layout.split) is None else [split.told]),
             *bucket_text(self.model),
+            *([self._told] if self._told else []),
         ]
         return "\n".join(lines)
 
