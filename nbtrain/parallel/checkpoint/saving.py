@@ -182,9 +182,13 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
 
-    def report(self) -> Report:
-        """To tell the other ranks, behind `join`."""
-        return Report(self.name, self._problem, None if self._path is None else self._path.name)
+    def report(self) -> Report | None:
+        """To tell the other ranks, behind `join`; None where this rank was interrupted before it had written."""
+        return (
+            None
+            if self.seconds is None
+            else Report(self.name, self._problem, None if self._path is None else self._path.name)
+        )
 
     def agree(self, reports: list[Report | None]) -> None:
         """Ends what all ranks began; where some did not, nothing becomes of it. Collective in the rarest case.
@@ -192,7 +196,7 @@ class Saving:
         A rank may not have seen the note of another: on some network filesystems names show late.
         """
         if any(report is None or report.name != self.name for report in reports):
-            self._problem = self._problem or "some ranks were interrupted before they began"
+            self._problem = self._problem or "some ranks were interrupted before they had written"
         else:
             self._problem = _joined([report.problem for report in reports if report is not None])
         if not self._problem:

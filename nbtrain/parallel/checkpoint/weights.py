@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -118,7 +119,8 @@ def _write(
             os.fsync(file.fileno())
         os.replace(hidden, path)
     except OSError as problem:
-        hidden.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            hidden.unlink()
         return told(problem)
     return ""
 
