@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
@@ -206,8 +205,6 @@ def held_state(name: str, value: Any, parameter: torch.Tensor, place: Place) -> 
         raise OptimizerError(f"is {tuple(value.shape)}, and its parameter is cut into {tuple(parameter.shape)}")
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         raise OptimizerError(f"is a plain tensor of shape {tuple(value.shape)}, and its parameter is sharded")
-    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
-        raise OptimizerError("is a sum whose terms lie on different ranks")
     return _held(name, value, replace(place, cut=None))
 
 
@@ -312,8 +309,18 @@ def _whole_shape(part: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
 def _dense_piece(value: torch.Tensor) -> Piece:
     if not isinstance(value, DTensor):
         return Piece(Box((0,) * value.ndim, tuple(value.shape)), value.detach())
-    sizes, starts = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return Piece(Box(tuple(starts), tuple(sizes)), local(value).detach())
+    sizes, starts = list(value.shape), [0] * value.ndim
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds a part"
+    for placement, rank, ranks in zip(value.placements, coordinate, value.device_mesh.shape, strict=True):
+        if type(placement) is Shard:  # as torch.chunk does
+            chunk = -(-sizes[placement.dim] // ranks)
+            start = min(rank * chunk, sizes[placement.dim])
+            starts[placement.dim] += start
+            sizes[placement.dim] = min(chunk, sizes[placement.dim] - start)
+        elif not isinstance(placement, Replicate):
+            raise OptimizerError(f"is placed as {placement}, and pieces are cut by Shard and Replicate alone")
+    return Piece(Box(tuple(starts), tuple(sizes)), local(value.detach()))
 
 
 def _flat_pieces(flat: torch.Tensor, like: torch.Tensor, start: int) -> Iterator[Piece]:

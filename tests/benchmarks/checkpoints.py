@@ -2,8 +2,8 @@
 
 ``PYTHONPATH=. python tests/benchmarks/checkpoints.py``
 
-Both save and load the state of one trainer (``zero=3``), in turn: nbtrain by ``trainer.save`` and ``trainer.load``, torch
-by ``get_state_dict``, ``dcp.save``, ``dcp.load`` and ``set_state_dict``. Both wait until files are on the disk.
+Both save and load the state of one trainer (``zero=3``), in turn: nbtrain by ``trainer.save`` and ``trainer.load``,
+torch by ``get_state_dict``, ``dcp.save``, ``dcp.load`` and ``set_state_dict``. Both wait until files are on the disk.
 """
 
 from __future__ import annotations

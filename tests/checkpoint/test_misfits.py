@@ -88,7 +88,7 @@ def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
             subject.load(_empty(tmp_path))
         with pytest.raises(CheckpointError, match="is a checkpoint itself; save to"):
             subject.save(path)
-        with pytest.raises(CheckpointError, match=r"'extra' holds what is neither .*plain data"):
+        with pytest.raises(CheckpointError, match=r"'extra\.model' holds a object, which is no plain"):
             subject.save(tmp_path / "run", extra={"model": object()})
         # two hosts without a common disk
         own = tmp_path / f"own{rank}"

@@ -7,6 +7,7 @@ import io
 import platform
 import random
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ from nbtrain.parallel.pieces import Held, HeldOptimizer, aliases, extra_states, 
 
 if TYPE_CHECKING:
     from nbtrain.parallel.trainer import Trainer
+
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DICTS = (dict, OrderedDict, Counter)
 
 
 @dataclasses.dataclass
@@ -129,22 +133,27 @@ def merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def packed(facts: Mapping[str, Any]) -> bytes:
-    """As bytes that can be read without running code.
+def plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy, as data that can be read again without running code.
 
     Raises:
-        CheckpointError: Some of it is no plain data; all is told.
+        CheckpointError: Some of it is something else; all is told.
     """
-    problems = []
-    for key, value in facts.items():
-        try:
-            unpacked(_packed(_plain(value)))
-        except Exception as problem:  # pickling runs the objects' own code
-            first = str(problem).strip().splitlines()[0] if str(problem) else type(problem).__name__
-            problems.append(f"'{key}' holds what is neither a number, text, tensor nor a container of these ({first})")
+    problems: list[str] = []
+    copied = {key: _plain(value, key, problems) for key, value in facts.items()}
     if problems:
-        raise CheckpointError(f"{'; '.join(problems)}; give it a state_dict() of plain data")
-    return _packed(_plain(dict(facts)))
+        raise CheckpointError(
+            f"{'; '.join(problems)}, which is no plain data (numbers, text, tensors, lists, tuples, dicts); leave it "
+            "out, or give what holds it a state_dict() of plain data"
+        )
+    return copied
+
+
+def packed(facts: Mapping[str, Any]) -> bytes:
+    """What `plain` gave, as bytes."""
+    file = io.BytesIO()
+    torch.save(dict(facts), file)
+    return file.getvalue()
 
 
 def manifest(trainer: Trainer, facts: Mapping[str, Any], everyone: list[Extents]) -> Manifest:
@@ -210,25 +219,17 @@ def _told(extent: Extent) -> dict[str, Any]:
     return {"shape": list(extent.shape), "dtype": str(extent.dtype).removeprefix("torch.")}
 
 
-def _plain(value: Any) -> Any:
-    """NumPy's numbers as Python's; the rest is itself."""
+def _plain(value: Any, where: str, problems: list[str]) -> Any:
+    """Tensors copied to the CPU, and NumPy's numbers as Python's."""
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
-    if type(value) is dict:
-        return {_plain(key): _plain(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(each) for each in value)
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in _DICTS:
+        items = {_plain(key, where, problems): _plain(one, f"{where}.{key}", problems) for key, one in value.items()}
+        return type(value)(items)
+    if type(value) in (list, tuple, set):
+        return type(value)(_plain(one, where, problems) for one in value)
+    if type(value) not in _ATOMS:
+        problems.append(f"'{where}' holds a {type(value).__name__}")
     return value
-
-
-def _packed(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """What `packed` gave."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

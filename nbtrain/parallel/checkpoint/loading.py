@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
     from nbtrain.parallel.trainer import Trainer
 
+_PARTLY = "was loaded in part"
+
 State = dict[torch.Tensor, dict[str, Any]]
 """An optimizer's, by parameter."""
 
@@ -74,8 +76,10 @@ class Fit:
 def load(trainer: Trainer, path: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
     """`Trainer.load`."""
     require_all_ranks("Trainer.load")
-    settle(trainer)
     stepper = trainer._stepper
+    if _PARTLY not in stepper.lost:
+        stepper.require_whole()  # after a rank's death not every rank has the trainer
+    settle(trainer)
     stepper._drop()
     where = _found(Path(os.path.abspath(path)))
     opened, problem = attempt(lambda: _opened(where))
@@ -280,11 +284,11 @@ def _require_fit(where: Path, manifest: Manifest, answers: list[Any], strict: bo
 def _read(trainer: Trainer, where: Path, reader: storage.Reader, table: Metadata, fit: Fit) -> None:
     """From here on the trainer changes: what fails leaves a mixture, which no step may use."""
     stepper = trainer._stepper
-    stepper.lost = f"{where} was loaded in part; load it again, or another one"
+    stepper.lost = f"{where} {_PARTLY}; load it again, or another one"
     with torch.no_grad():
         _, problem = attempt(lambda: storage.read(reader, table, fit.wanted))
-    require_all(f"{where} was loaded in part, and no step can be taken until a load succeeds", gather(problem))
-    stepper.lost = ""  # what had died with a rank is here again
+    require_all(f"{where} {_PARTLY}, and no step can be taken until a load succeeds", gather(problem))
+    stepper.lost = ""
 
 
 def _take(trainer: Trainer, manifest: Manifest, facts: Mapping[str, Any], fit: Fit) -> None:

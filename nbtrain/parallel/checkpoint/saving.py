@@ -184,11 +184,8 @@ class Saving:
 
     def report(self) -> Report | None:
         """To tell the other ranks, behind `join`; None where this rank was interrupted before it had written."""
-        return (
-            None
-            if self.seconds is None
-            else Report(self.name, self._problem, None if self._path is None else self._path.name)
-        )
+        finished = None if self._path is None else self._path.name
+        return None if self.seconds is None else Report(self.name, self._problem, finished)
 
     def agree(self, reports: list[Report | None]) -> None:
         """Ends what all ranks began; where some did not, nothing becomes of it. Collective in the rarest case.
@@ -251,8 +248,8 @@ def save(
     require_all_ranks("Trainer.save")
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r} must be a number of checkpoints of at least 1, or None for all")
-    settle(trainer)
     trainer._stepper.require_whole()
+    settle(trainer)
     trainer._stepper._drop()
     saving = Saving(_draft(trainer, Path(os.path.abspath(directory)), keep, extra))
     trainer._disk.saving = saving
@@ -307,14 +304,14 @@ def _draft(trainer: Trainer, directory: Path, keep: int | None, extra: Mapping[s
     )
 
 
-def _told(trainer: Trainer, extra: Mapping[str, Any] | None) -> tuple[Mapping[str, Held], Extents, bytes]:
+def _told(trainer: Trainer, extra: Mapping[str, Any] | None) -> tuple[Mapping[str, Held], Extents, dict[str, Any]]:
     found = contents.contents(trainer, extra)
-    return found.tensors, storage.extents(found.tensors, found.copies), contents.packed(found.facts)
+    return found.tensors, storage.extents(found.tensors, found.copies), contents.plain(found.facts)
 
 
 def _merged(trainer: Trainer, reports: list[Any]) -> tuple[dict[str, Any], Manifest, list[Extents]]:
     everyone = [report[2][0] for report in reports]
-    facts = contents.merged([contents.unpacked(report[2][1]) for report in reports])
+    facts = contents.merged([report[2][1] for report in reports])
     return facts, contents.manifest(trainer, facts, everyone), everyone
 
 
