@@ -11,6 +11,7 @@ import torch.distributed as dist
 from layouts import Model, data, endless, train, trainer
 from parity import FP32
 from ranks import run_ranks
+from stored import read_by_torch, require_state
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -62,6 +63,8 @@ def test_bit_for_bit_by_the_same_plan(tmp_path: Path) -> None:
 
 
 def test_within_rounding_by_another_plan(tmp_path: Path) -> None:
+    """And onto fewer ranks."""
+
     def save() -> list[float]:
         subject = everything("tp=2,zero=1", 0, make=Calm)
         batches = endless(subject.loader(data(), batch_size=16))
@@ -72,6 +75,7 @@ def test_within_rounding_by_another_plan(tmp_path: Path) -> None:
     def go_on(spec: str) -> list[float]:
         subject = everything(spec, 1, make=Calm)
         subject.load(tmp_path)
+        require_state(spec, subject, read_by_torch(tmp_path / "step-00000003"))
         return train(subject, endless(subject.loader(data(), batch_size=16)), 3)
 
     expected = run_ranks(save, 4)[0]

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import nn
 
 import nbtrain as nt
-from nbtrain.errors import CheckpointError, UsageError
+from nbtrain.errors import CheckpointError, SessionError, UsageError
 
 
 class Changed(Model):
@@ -108,7 +108,65 @@ def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"has format 99, .* upgrade it"):
             subject.load(tmp_path / "later")
         subject.load(path)
-        assert subject.step(*next(iter(subject.loader(data(), batch_size=16)))) > 0
+        # damage that shows when everything is read
+        if rank == 0:
+            shutil.copytree(path, tmp_path / "rotten")
+            with (tmp_path / "rotten" / "__1_0.distcp").open("r+b") as file:
+                file.write(bytes(3000))
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="was loaded in part, and no step can be taken until a load succeeds"):
+            subject.load(tmp_path / "rotten")
+        batch = next(iter(subject.loader(data(), batch_size=16)))
+        with pytest.raises(SessionError, match="was loaded in part; load it again, or another one"):
+            subject.step(*batch)
+        subject.load(path)
+        assert subject.step(*batch) > 0
+
+    run_ranks(on_rank, 2)
+
+
+class Counting(nn.Module):
+    """Keeps state beside tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return inputs
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.first, self.counting, self.last = nn.Linear(4, 4), Counting(), nn.Linear(4, 4)
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.counting(self.first(inputs)))
+
+
+def test_extra_states_and_weights_that_are_tied_no_more(tmp_path: Path) -> None:
+    def on_rank() -> None:
+        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "optimizer": momentum}
+        subject = trainer("zero=1", 0, make=Tied, **options)
+        subject.step(torch.ones(2, 4), torch.zeros(2, 4))
+        saved = subject.save(tmp_path)
+        other = trainer("zero=3", 1, make=lambda: Tied(tied=False), **options)
+        other.load(saved)
+        state = other.state_dict()
+        assert torch.equal(state["last.weight"], state["first.weight"])
+        assert other.model.counting.calls == 1
+        with pytest.raises(CheckpointError, match=r"the model has no 'last\.weight'"):
+            subject.load(other.save(tmp_path))
 
     run_ranks(on_rank, 2)
 

@@ -24,7 +24,7 @@ TINY = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=12)
 def test_out_of_any_layout_and_into_any(tmp_path: Path) -> None:
     def on_rank() -> None:
         file = tmp_path / "model.safetensors"
-        for number, (out, into) in enumerate((("tp=2,zero=3", "zero=1"), ("zero=1", "tp=2"), ("zero=3", "zero=0"))):
+        for number, (out, into) in enumerate((("tp=2,zero=3", "zero=1"), ("zero=1", "zero=3"))):
             subject = trainer(out, number)
             train(subject, subject.loader(data(), batch_size=16), 1)
             expected = subject.state_dict()

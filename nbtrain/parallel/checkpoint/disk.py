@@ -29,10 +29,14 @@ class Disk:
         return Disk, ()
 
     def know(self, loader: Loader) -> Loader:
-        """Its position is saved; where a checkpoint was loaded before it was made, it goes on there."""
+        """Its position is saved; where a checkpoint was loaded before it was made, it goes on where one like it was."""
         self._loaders.append(weakref.ref(loader))
-        if self._positions:
-            loader.load_state_dict(self._positions.pop(0))
+        size = {"batch_size": loader.batch_size, "length": len(loader)}
+        for position in self._positions:
+            if size.items() <= position.items():
+                self._positions.remove(position)
+                loader.load_state_dict(position)
+                break
         return loader
 
     def living_loaders(self) -> list[Loader]:
