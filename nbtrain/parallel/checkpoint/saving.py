@@ -17,7 +17,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -279,8 +279,7 @@ def settle(trainer: Trainer) -> None:
 def _draft(trainer: Trainer, directory: Path, keep: int | None, extra: Mapping[str, Any] | None) -> Draft:
     """What all ranks have agreed to write. Collective."""
     rank, step = mesh.rank(), trainer.num_steps
-    begin: Callable[[], Path | None] = lambda: folder.begin(directory, step, _active) if rank == 0 else None  # noqa: E731
-    made, problem = attempt(begin)
+    made, problem = attempt(lambda: folder.begin(directory, step, _active)) if rank == 0 else (None, "")
     held, second = attempt(lambda: _told(trainer, extra))
     mine = (problem or second, None if made is None else made.name, None if held is None else held[1:])
     reports = gather(mine)
