@@ -10,16 +10,27 @@ from torch import nn
 from nbtrain.parallel.mixin import own_class
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_ELSEWHERE = "_nbtrain_elsewhere"
+
+
+def mark_elsewhere(block: nn.Module) -> None:
+    """Says that another pipeline stage holds ``block``, which is empty here."""
+    block.__dict__[_ELSEWHERE] = True
+
+
+def is_elsewhere(block: nn.Module) -> bool:
+    """Whether `mark_elsewhere` was called."""
+    return _ELSEWHERE in vars(block)
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of every outermost trunk, by name, in the order of the model.
+    """The blocks of every outermost trunk that this rank holds, by name, in the order of the model.
 
     A trunk is a ModuleList, Sequential or ModuleDict of at least two modules of one class that have modules inside:
     transformer layers, residual blocks. Lists of bare layers, such as a choice of branches, are not trunks; nor are
     lists of lists, which nothing calls.
     """
-    return dict(_walk(model, ""))
+    return {name: block for name, block in _walk(model, "") if not is_elsewhere(block)}
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -39,7 +50,7 @@ def _is_trunk(module: nn.Module) -> bool:
         and len({own_class(type(block)) for block in blocks}) == 1
         and all(any(True for _ in block.children()) for block in blocks)
         and type(blocks[0]).forward is not nn.Module.forward
-        and all(any(True for _ in block.parameters()) for block in blocks)
+        and all(is_elsewhere(block) or any(True for _ in block.parameters()) for block in blocks)
     )
 
 

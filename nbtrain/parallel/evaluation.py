@@ -18,6 +18,7 @@ from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.peers import require_same_batch
 from nbtrain.parallel.totals import Tally
 from nbtrain.parallel.uneven import StandIn, joined_forward
+from nbtrain.telemetry.timeline import recorder
 
 
 def evaluate(
@@ -31,14 +32,16 @@ def evaluate(
     if layout.everyone is not None and isinstance(batches, Sized):
         _require_same_length(len(batches), layout.everyone, device)
     tally = Tally(device)
-    with _eval_mode(model), torch.no_grad():
+    with _eval_mode(model), torch.no_grad(), recorder().paused():
         stand_in = StandIn()
         for item in batches:
             batch = batch_of(item)
-            if layout.peers is not None:
-                require_same_batch(batch, layout.peers, device)
+            require_same_batch(batch, layout, device)
             batch = batch.to(device)
             stand_in.remember(batch)
+            if layout.pipeline is not None:
+                layout.pipeline.evaluate(batch, loss_fn, tally, stand_in)
+                continue
             if batch.num_samples == 0 and layout.group is not None:
                 joined_forward(model, loss_fn, stand_in.of(batch))
             else:

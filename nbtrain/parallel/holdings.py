@@ -43,15 +43,19 @@ def holdings(model: nn.Module | Trainer, optimizer: Optimizer | None = None) -> 
         "rank": rank(),
         "plan": None if layout is None else str(layout.plan),
         "layout": "one device" if layout is None else layout.kind,
-        "num_parameters": sum(_num_whole(name, parameter, layout) for name, parameter in parameters.items()),
+        "num_parameters": _num_whole(parameters, layout),
         "local_parameters": sum(local(parameter).numel() for parameter in parameters.values()),
         "num_units": 0 if layout is None or not layout.shards else len(layout.units) + 1,
         **{f"{name}_bytes": num_bytes for name, num_bytes in held.items()},
     }
 
 
-def _num_whole(name: str, parameter: nn.Parameter, layout: Layout | None) -> int:
-    return parameter.numel() if layout is None else math.prod(whole_shape(name, parameter, layout))
+def _num_whole(parameters: dict[str, nn.Parameter], layout: Layout | None) -> int:
+    if layout is None:
+        return sum(parameter.numel() for parameter in parameters.values())
+    if layout.split is not None and layout.blueprint is not None and layout.blueprint.module is not None:
+        return sum(parameter.numel() for parameter in layout.blueprint.module.parameters())
+    return sum(math.prod(whole_shape(name, parameter, layout)) for name, parameter in parameters.items())
 
 
 def measured(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:

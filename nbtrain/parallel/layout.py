@@ -25,6 +25,8 @@ from nbtrain.plan import Plan
 
 if TYPE_CHECKING:
     from nbtrain.parallel.own_loop import OwnLoop
+    from nbtrain.parallel.pipeline.pipeline import Pipeline
+    from nbtrain.parallel.pipeline.split import Split
 
 _ATTRIBUTE = "_nbtrain_layout"
 
@@ -48,6 +50,8 @@ class Layout:
         cuts: How tensor-parallel peers cut parameters, by name, a tied one under each of its names; empty without tp.
         draws: With tp, what random numbers of a forward come from.
         loop: What makes training loops of one's own right with tp; None without.
+        split: Which stage holds what; None without pp.
+        pipeline: What takes steps of the stages; None without pp.
         compile: Whether, or by which backend, blocks are compiled.
     """
 
@@ -64,6 +68,8 @@ class Layout:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     draws: Draws | None = None
     loop: OwnLoop | None = None
+    split: Split | None = None
+    pipeline: Pipeline | None = None
     compile: bool | str = False
     _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -94,12 +100,12 @@ class Layout:
         data = "sharded" if self.shards else "replicated"
         if self.shards_update:
             data += ", optimizer state sharded"
-        kinds = [data] * (self.dp > 1) + ["cut"] * (self.plan.tp > 1)
+        kinds = [data] * (self.dp > 1) + ["cut"] * (self.plan.tp > 1) + ["split"] * (self.plan.pp > 1)
         return " and ".join(kinds)
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup | None:
-        """The data-parallel ranks that hold the same part of each layer; None where this rank is the only one."""
+        """The data-parallel ranks that hold the same part of the model; None where this rank is the only one."""
         return None if self.mesh is None or self.dp == 1 else data_mesh(self.mesh).get_group()
 
     @functools.cached_property
@@ -107,10 +113,15 @@ class Layout:
         """The tensor-parallel ranks that get the same batch; None where this rank is the only one."""
         return None if self.mesh is None or self.plan.tp == 1 else self.mesh.get_group("tp")
 
+    @functools.cached_property
+    def stages(self) -> dist.ProcessGroup | None:
+        """The pipeline ranks that hold the other stages of this rank's part; None without pp."""
+        return None if self.mesh is None or self.plan.pp == 1 else self.mesh.get_group("pp")
+
     @property
     def everyone(self) -> dist.ProcessGroup | None:
         """All ranks that take a step together; None when this rank is alone."""
-        return self.group if self.peers is None else dist.group.WORLD
+        return self.group if self.peers is None and self.stages is None else dist.group.WORLD
 
     @property
     def part(self) -> int:
@@ -128,9 +139,14 @@ class Layout:
         held = model.named_parameters() if pieces is None else pieces
         return {id(parameter): name for name, parameter in held}
 
+    def all_names(self, model: nn.Module) -> list[str]:
+        """Of the parameters of the whole model, whichever stage holds them."""
+        whole = model if self.split is None or self.blueprint is None else self.blueprint.module
+        return [name for name, _ in (whole or model).named_parameters()]
+
     def rebind(self) -> None:
         """Process groups were formed again: take the new ones, here and in the models."""
-        for name in ("group", "peers"):
+        for name in ("group", "peers", "stages"):
             vars(self).pop(name, None)
         self.order.clear()  # some ranks may have been cut off before they had agreed on it
         self.regroup()
@@ -140,6 +156,8 @@ class Layout:
 
     def regroup(self) -> None:
         """Give the groups to the modules that talk by them."""
+        if self.pipeline is not None:
+            self.pipeline.regroup()
         for model in list(self._models):
             for module in model.modules():
                 if isinstance(module, Grouped) and self.group is not None:

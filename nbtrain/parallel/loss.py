@@ -63,20 +63,28 @@ def compute_loss(model: Callable[..., Any], loss_fn: LossFn | None, batch: Batch
     """
     if loss_fn is None:
         with watched() as seen:
-            output = _run_whole(model, batch)
+            output = run_model(model, None, batch)
         return _mean(_own_loss(output), batch.num_samples, _own_targets(batch), seen)
-    inputs, targets, named_targets = _parts(loss_fn, batch)
+    _, targets, named_targets = _parts(loss_fn, batch)
+    output = run_model(model, loss_fn, batch)
+    with watched() as seen:
+        result = loss_fn(output, *targets, **named_targets)
+    return _read(result, batch.num_samples, [*targets, *named_targets.values()], seen)
+
+
+def run_model(model: Callable[..., Any], loss_fn: LossFn | None, batch: Batch) -> Any:
+    """The model's output for what of ``batch`` is the model's."""
+    if loss_fn is None:
+        return _run_whole(model, batch)
+    inputs, _, _ = _parts(loss_fn, batch)
     try:
-        output = call(model, inputs)
+        return call(model, inputs)
     except TypeError as problem:
         problem.add_note(
             "step(inputs, *targets) gives the model its inputs, a tuple of them unpacked; type trainer.step(*batch), "
             "or name what the model takes: trainer.step(x=..., target=...)"
         )
         raise
-    with watched() as seen:
-        result = loss_fn(output, *targets, **named_targets)
-    return _read(result, batch.num_samples, [*targets, *named_targets.values()], seen)
 
 
 def _run_whole(model: Callable[..., Any], batch: Batch) -> Any:

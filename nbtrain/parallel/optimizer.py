@@ -82,7 +82,7 @@ def make_optimizer(make: MakeOptimizer | Optimizer, model: nn.Module, layout: La
         OptimizerError: It holds tensors that are no parameters of the model, or already has state for old ones; or the
             plan shards what it needs whole.
     """
-    optimizer = make if isinstance(make, Optimizer) else _made(make, model)
+    optimizer = make if isinstance(make, Optimizer) else _made(make, model, layout)
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(f"optimizer returned {type(optimizer).__name__}, not a torch optimizer; {_CURE}")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -111,15 +111,18 @@ def _require_per_parameter(optimizer: Optimizer) -> None:
     )
 
 
-def _made(make: MakeOptimizer, model: nn.Module) -> Optimizer:
+def _made(make: MakeOptimizer, model: nn.Module, layout: Layout) -> Optimizer:
     if not callable(make):
         raise OptimizerError(f"optimizer={make!r} is neither a function nor an optimizer; {_CURE}")
-    return make([parameter for parameter in model.parameters() if parameter.requires_grad])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # optimizers refuse to have nothing, and the stages of a rank may all be frozen
+    return make(trained or [nn.Parameter(torch.zeros(0))] if layout.split is not None else trained)
 
 
 def _repoint(optimizer: Optimizer, model: nn.Module, layout: Layout) -> None:
     successors = _successors(model, layout)
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _let_go_elsewhere(optimizer, layout, successors)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.numel()]
     strangers = [parameter for parameter in held if id(parameter) not in successors]
     if strangers:
         raise OptimizerError(
@@ -131,7 +134,16 @@ def _repoint(optimizer: Optimizer, model: nn.Module, layout: Layout) -> None:
     if optimizer.state:
         raise OptimizerError(f"the optimizer has already stepped on the unsharded parameters; {_CURE}")
     for group in optimizer.param_groups:
-        group["params"] = [successors[id(parameter)] for parameter in group["params"]]
+        group["params"] = [successors.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+def _let_go_elsewhere(optimizer: Optimizer, layout: Layout, successors: dict[int, nn.Parameter]) -> None:
+    """Parameters that other pipeline stages hold are theirs to step."""
+    if layout.split is None:
+        return
+    elsewhere = {id(original()) for original in layout.originals.values()} - set(successors)
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in elsewhere]
 
 
 def _successors(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
@@ -142,9 +154,18 @@ def _successors(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
         successors |= {id(piece): piece for _, piece in model.named_pieces()}
     for name, reference in layout.originals.items():
         original: Any = reference()
-        if original is not None:
-            successors[id(original)] = current[name]
+        successor = _held_as(name, current, layout)
+        if original is not None and successor is not None:
+            successors[id(original)] = successor
     return successors
+
+
+def _held_as(name: str, current: dict[str, nn.Parameter], layout: Layout) -> nn.Parameter | None:
+    """A parameter of the whole model, under whichever of its names this rank has it; None where it has not."""
+    if layout.split is None:
+        return current[name]
+    canonical = layout.split.canonical
+    return next((held for alias, held in current.items() if canonical[alias] == canonical[name]), None)
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:

@@ -87,8 +87,7 @@ def parallelize(
     require_plan(plan)
     plan.require_supported()
     check_backend(compile)
-    if compile and plan.tp > 1:
-        raise PlanError(f"compile={compile!r}: torch cannot compile layers that are cut (tp={plan.tp}); leave it away")
+    _refuse_compile(compile, plan)
     plan = plan.resolve(meshes.world_size() if mesh is None else mesh.size())
     options = _ddp_options(ddp, plan)
     if (layout := layout_of(model)) is not None:
@@ -104,6 +103,12 @@ def parallelize(
     if layout.mesh is not None:
         layout.blueprint = blueprint_of(model)
     return _lay_out(model, layout, deferred, probe)
+
+
+def _refuse_compile(compile: bool | str, plan: Plan) -> None:
+    for axis, what in (("tp", "layers that are cut"), ("pp", "stages, whose backward is taken apart")):
+        if compile and (degree := getattr(plan, axis)) > 1:
+            raise PlanError(f"compile={compile!r}: torch cannot compile {what} ({axis}={degree}); leave it away")
 
 
 def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
@@ -155,12 +160,14 @@ def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred, probe: Any) -
         from nbtrain.parallel.tensor.decide import decide  # its parts are many, and needed for tp alone
 
         layout.tensor = decide(model, layout.plan, layout.peers, _device(layout), probe)
-        assert layout.everyone is not None, "peers are among them"
+    if layout.stages is not None:
+        from nbtrain.parallel.pipeline.split import find_split  # needed for pp alone
+
+        layout.split = find_split(model, layout, probe, _device(layout))
+    if (everyone := layout.everyone) is not None and (layout.peers is not None or layout.stages is not None):
         # of all ranks one: a rank that takes a lost one's place has it from any
-        layout.draws = Draws(agreed_seed(layout.everyone, device), meshes.data_coordinate(layout.plan, meshes.rank()))
-        _cut(model, layout)
-    if not layout.shards:
-        materialise_shards(model, deferred, _device(layout), _part(layout))
+        layout.draws = Draws(agreed_seed(everyone, device), meshes.data_coordinate(layout.plan, meshes.rank()))
+    _cut(model, layout)
     return _prepare(model, layout, deferred)
 
 
@@ -185,7 +192,15 @@ def _prepare(model: nn.Module, layout: Layout, deferred: Deferred | None = None)
         batchnorm.normalise_globally(model, layout.group)
         instancenorm.track_globally(model, layout.group)
     _change_forward(model, layout)
-    return _wrap(model, layout, deferred)
+    if layout.split is None:
+        return _wrap(model, layout, deferred)
+    from nbtrain.parallel.pipeline.split import hold, make_pipeline
+
+    units = hold(model, layout, layout.split, _device(layout))
+    result = _wrap(model, layout, deferred)
+    layout.pipeline = make_pipeline(model, layout, layout.split, units, _device(layout))
+    layout.usage = layout.pipeline.usage
+    return result
 
 
 def _change_forward(model: nn.Module, layout: Layout) -> None:
@@ -199,12 +214,14 @@ def _change_forward(model: nn.Module, layout: Layout) -> None:
         recompute(model, plan.recompute)
     if "activations" in (plan.offload or ()):
         offload_activations(model)
-    if layout.draws is not None:
+    if layout.draws is not None and layout.stages is None:
         seed_forwards(model, layout.draws)
     compute_in(model, plan.precision, device)
 
 
 def _wrap(model: nn.Module, layout: Layout, deferred: Deferred | None) -> nn.Module:
+    if deferred is not None and not layout.shards:
+        materialise_shards(model, deferred, _device(layout), _part(layout))
     if layout.mesh is None or layout.everyone is None:
         remember(model, layout)
         return model
@@ -215,9 +232,12 @@ def _wrap(model: nn.Module, layout: Layout, deferred: Deferred | None) -> nn.Mod
         if deferred:
             materialise_shards(model, deferred, _device(layout), _part(layout))
         layout.units = tuple(units)
-        layout.usage = ShardUsage(model)
-        UnitOrder(model, units, layout)
+        if layout.stages is None:
+            layout.usage = ShardUsage(model)
+            UnitOrder(model, units, layout)
         return _known(model, layout)
+    if layout.stages is not None and not layout.shards_update:
+        return _known(model, layout)  # gradients are reduced behind the schedule
     replica = _replica(model, layout, layout.mesh, layout.group)
     layout.usage, layout.result = replica.usage, replica
     remember(replica, layout)
@@ -235,6 +255,6 @@ def _known(model: nn.Module, layout: Layout) -> nn.Module:
     """Remember ``model``, now that it is whole: what an interrupt left half made cannot take new groups."""
     remember(model, layout)
     live.track(layout)
-    if layout.peers is not None:
+    if layout.peers is not None and layout.stages is None:
         layout.loop = own_loop.watch(model, layout)
     return model

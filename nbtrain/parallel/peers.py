@@ -1,4 +1,4 @@
-"""Tensor-parallel peers compute one batch together: it must be the same on all of them."""
+"""Tensor- and pipeline-parallel peers compute one batch together: it must be the same on all of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from torch.utils._pytree import tree_flatten
 
 from nbtrain.errors import BatchError
 from nbtrain.parallel.batch import Batch
+from nbtrain.parallel.layout import Layout
 
 
-def require_same_batch(batch: Batch, peers: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises `BatchError` on every peer when their batches differ, in shape or in any bit. Collective, 32 bytes.
+def require_same_batch(batch: Batch, layout: Layout, device: torch.device) -> None:
+    """Raises `BatchError` on every peer when their batches differ, in shape or in any bit. Collective, 32 bytes an
+    axis; nothing without peers.
 
     Fed different data, peers would multiply parts of one sample with parts of another; with different shapes gloo
     ends the process. So this comes before forward.
     """
+    for axis, peers in (("tensor", layout.peers), ("pipeline", layout.stages)):
+        if peers is not None:
+            _require_same(batch, axis, peers, device)
+
+
+def _require_same(batch: Batch, axis: str, peers: dist.ProcessGroup, device: torch.device) -> None:
     shape, content = _digests(batch)
     span = torch.tensor([shape, -shape, content, -content], device=device)
     dist.all_reduce(span, op=dist.ReduceOp.MAX, group=peers)
@@ -28,7 +36,7 @@ def require_same_batch(batch: Batch, peers: dist.ProcessGroup, device: torch.dev
     ranks = ", ".join(map(str, dist.get_process_group_ranks(peers)))
     what = "another batch" if top_shape == -bottom_shape else "a batch of another shape"
     raise BatchError(
-        f"tensor-parallel ranks {ranks} compute one batch together, and some got {what}; give them the same: "
+        f"{axis}-parallel ranks {ranks} compute one batch together, and some got {what}; give them the same: "
         "trainer.loader(dataset, batch_size=...) does"
     )
 

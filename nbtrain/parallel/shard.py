@@ -34,7 +34,8 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module
         The units inside the root, by name.
     """
     _make_contiguous(model)
-    units = self_contained(model, repeated_blocks(model))
+    blocks = {name: block for name, block in repeated_blocks(model).items() if any(True for _ in block.parameters())}
+    units = self_contained(model, blocks)
     options: dict[str, Any] = {
         "mesh": mesh,
         # None: all but the root, whose parameters backward needs at once

@@ -38,8 +38,9 @@ class Spread:
             partial = {*layout.tensor.partial, *sequence_partial(model, layout.tensor)}
         self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
-            whole = names.get(id(parameter)) not in cuts
-            self._by_copies[copies * (plan.tp if whole else 1)].append(parameter)
+            name = names.get(id(parameter))
+            holders = 1 if layout.split is None or name is None else layout.split.num_holders(name)
+            self._by_copies[copies * holders * (1 if name in cuts else plan.tp)].append(parameter)
         self.partial_names = frozenset(partial)
         self.partial = [parameter for parameter in parameters if names.get(id(parameter)) in partial]
 

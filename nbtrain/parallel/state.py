@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel import stages
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.tensor.parts import take_part
@@ -23,10 +24,13 @@ def full_state_dict(model: nn.Module, layout: Layout) -> dict[str, Any]:
 
     One tensor is gathered at a time: beside the copy, the peak is the largest of them.
     """
+    own = model.state_dict(keep_vars=True)
+    if layout.split is not None:
+        return stages.gathered(structure(layout).state_dict(keep_vars=True), own, layout, whole)
     # by identity: a tied parameter has one tensor under two names
     made: dict[int, Any] = {}
     state = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in own.items():
         if id(value) not in made:
             made[id(value)] = whole(name, value, layout)
         state[name] = made[id(value)]
@@ -37,10 +41,10 @@ def full_gradients(model: nn.Module, layout: Layout) -> dict[str, torch.Tensor |
     """Whole gradients on the CPU, under the names of `full_state_dict`; None where a parameter has none. Collective."""
     if isinstance(layout.result, ShardedUpdate):
         layout.result.gather_gradients()
-    return {
-        name: None if parameter.grad is None else whole(name, parameter.grad, layout)
-        for name, parameter in model.named_parameters()
-    }
+    own = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if layout.split is not None:
+        return stages.gathered(dict(structure(layout).named_parameters()), own, layout, whole)
+    return {name: None if gradient is None else whole(name, gradient, layout) for name, gradient in own.items()}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], layout: Layout) -> None:
@@ -50,7 +54,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], layout: Lay
         ModelError: Names or shapes differ; all of them are listed, and nothing was changed.
     """
     own = model.state_dict(keep_vars=True)
-    problems = [*_name_problems(own, state), *_shape_problems(own, state, layout)]
+    every = own if layout.split is None else structure(layout).state_dict(keep_vars=True)
+    problems = [*_name_problems(every, state), *_shape_problems(every, state, layout)]
     if problems:
         raise ModelError("the state does not fit the model: " + "; ".join(problems))
     with torch.no_grad():
@@ -85,6 +90,15 @@ def part_of(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The part of a whole tensor that this rank's layers hold, before data-parallel ranks shard it. Moves nothing."""
     cut = layout.cuts.get(name)
     return tensor if cut is None else take_part(tensor, cut, layout.part, layout.plan.tp)
+
+
+def structure(layout: Layout) -> nn.Module:
+    """The whole model on meta, where stages hold parts of it."""
+    blueprint = layout.blueprint
+    if blueprint is None or blueprint.module is None:
+        problem = "" if blueprint is None else blueprint.problem
+        raise ModelError(f"pp={layout.plan.pp} needs a copy of the model's structure: {problem}; type pp=1")
+    return blueprint.module
 
 
 def whole_shape(name: str, tensor: torch.Tensor, layout: Layout) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.errors import GradientError, ModelError, NbtrainError, SessionError, UsageError
+from nbtrain.events import EventKind
 from nbtrain.interrupts import uninterrupted
 from nbtrain.parallel import gradients, live, mesh, offload, shard
 from nbtrain.parallel.batch import Batch
@@ -41,6 +42,7 @@ from nbtrain.parallel.tensor.reading import reading_wholes
 from nbtrain.parallel.totals import Tally
 from nbtrain.parallel.uneven import StandIn, joined_backward
 from nbtrain.parallel.update import JOIN_CURE, ShardedUpdate
+from nbtrain.telemetry.timeline import recorder
 
 
 @dataclass
@@ -106,6 +108,7 @@ class Stepper:
         step = self.phase.num_steps + 1
         self._snapshot = Snapshot(self.model, self.device)
         self.phase = Phase(Stage.COMPUTING, step)
+        recorder().step = step
         if self.layout.draws is not None:
             self.layout.draws.begin(step)
         try:
@@ -194,7 +197,8 @@ class Stepper:
             self.layout.usage.clear_unused(settled.marks)
         gradients.scale(self.parameters, settled.factor)
         if not settled.skipped:
-            self._step_optimizer()
+            with recorder().span(EventKind.OPTIMIZER):
+                self._step_optimizer()
             if isinstance(self.model, ShardedUpdate):
                 self.model.owed = True
             if self.mirror is not None:
@@ -213,17 +217,24 @@ class Stepper:
 
     def _gather(self) -> None:
         if isinstance(self.model, ShardedUpdate):
-            self.model.gather()
+            with recorder().span(EventKind.COLLECTIVE, name="all-gather"):
+                self.model.gather()
 
     def _backward(self, chunks: Sequence[Batch]) -> Tally:
         """Leaves the gradients of the global sum over the divisor; the true weight is known only afterwards."""
         tally, loss_fn = Tally(self.device), self.watched_loss
+        if (pipeline := self.layout.pipeline) is not None:
+            for chunk in chunks:
+                pipeline.backward(chunk, loss_fn, self._divisor / self.layout.dp, tally, self._stand_in)
+            pipeline.reduce(self.layout.plan.bucket_mb)
+            return tally
         for index, chunk in enumerate(chunks):
             with self._reduction(last=index == len(chunks) - 1):
                 if chunk.num_samples == 0 and self.layout.group is not None:
                     joined_backward(self.model, loss_fn, self._stand_in.of(chunk), self.layout.usage)
                     continue
-                loss = compute_loss(self.model, loss_fn, chunk)
+                with recorder().span(EventKind.FORWARD, 0, index):
+                    loss = compute_loss(self.model, loss_fn, chunk)
                 if self.layout.usage is not None:
                     self.layout.usage.watch()
                 if not loss.value.requires_grad:
@@ -232,7 +243,8 @@ class Stepper:
                         "return it as the model's output gives it"
                     )
                 # DDP and FSDP take the mean over ranks
-                with shard.explained() if self.layout.shards else contextlib.nullcontext():
+                explained = shard.explained() if self.layout.shards else contextlib.nullcontext()
+                with explained, recorder().span(EventKind.BACKWARD, 0, index):
                     loss.over(self._divisor / self.layout.dp).backward()  # type: ignore[no-untyped-call]
             tally.add(loss)
         return tally
@@ -256,7 +268,9 @@ class Stepper:
         squares = self._spread.square_sum() if measured else 0.0
         marks = self.layout.usage.take() if self.layout.usage is not None else ()
         used = self._divisor
-        totals = tally.reduce(self.layout.everyone, used, self.phase.step, squares, marks, copies=self.layout.plan.tp)
+        with recorder().span(EventKind.COLLECTIVE, name="all-reduce of the loss"):
+            everyone, copies = self.layout.everyone, self.layout.plan.tp
+            totals = tally.reduce(everyone, used, self.phase.step, squares, marks, copies=copies)
         if not totals.agreed:  # one that only some ranks took over would scale gradients wrongly
             self.reference = 1.0
             self.scaling = None if self.scaling is None else Scaling()
@@ -290,7 +304,7 @@ class Stepper:
         names: list[str] = gradients.not_finite(named)
         if self.layout.everyone is not None:
             known = _union(names, self.layout.everyone)
-            names = [name for name, _ in model.named_parameters() if name in known]
+            names = [name for name in self.layout.all_names(model) if name in known]
         raise GradientError(
             f"the gradient norm is {norm} at step {self.phase.step}, from {_some(names)}; the weights are those of "
             "the step before: look at the batch, or lower the learning rate"
@@ -301,6 +315,8 @@ class Stepper:
         cut_off = isinstance(problem, (KeyboardInterrupt, RuntimeError)) and not isinstance(problem, NbtrainError)
         if self.phase.stage is Stage.READY and cut_off and self.layout.everyone is not None:
             return  # the gradients are final: `agree` or the next step tells what becomes of them
+        if self.layout.pipeline is not None:
+            self.layout.pipeline.recover()
         if isinstance(self.model, Replica):
             self.model.unwrap()
         elif self.layout.shards:

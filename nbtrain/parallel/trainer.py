@@ -28,7 +28,9 @@ from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.preflight import check_same_options
 from nbtrain.parallel.state import full_state_dict, load_full_state_dict
 from nbtrain.parallel.stepper import Stepper
+from nbtrain.parallel.timeline import collect_timeline
 from nbtrain.plan import Plan
+from nbtrain.planner.timeline import Timeline
 
 if TYPE_CHECKING:
     from nbtrain.parallel.checkpoint.saving import Saving
@@ -147,8 +149,7 @@ class Trainer:
         """
         require_all_ranks("Trainer.step")
         share = Batch.of(batch, named)
-        if (peers := self._stepper.layout.peers) is not None:
-            require_same_batch(share, peers, self._device)
+        require_same_batch(share, self._stepper.layout, self._device)
         return self._scalar(self._stepper.step(share.to(self._device), self._accumulate))
 
     def evaluate(self, batches: Iterable[Any]) -> torch.Tensor:
@@ -281,6 +282,18 @@ class Trainer:
         self._let_go()
         return measured(self.model, self.optimizer)
 
+    def timeline(self, *, record: bool = True) -> Timeline:
+        """What all ranks did in the steps since recording began, as measured, and as one device a rank would have done.
+
+        The first call begins to record: take some steps and call it again. The latest 65,536 events of each rank are
+        kept. Collective.
+
+        Args:
+            record: Whether recording goes on. It costs about 3 us an event, and nothing when it is off.
+        """
+        require_all_ranks("Trainer.timeline")
+        return collect_timeline(self._stepper.layout, self._device, record)
+
     def describe(self) -> str:
         """The plan in words, and a table of what this rank holds, as measured."""
         self._let_go()
@@ -291,6 +304,7 @@ class Trainer:
             ),
             holdings_text(held),
             *([] if (tensor := self._stepper.layout.tensor) is None else [tensor.told]),
+            *([] if (split := self._stepper.layout.split) is None else [split.told]),
             *bucket_text(self.model),
         ]
         return "\n".join(lines)

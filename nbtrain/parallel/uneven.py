@@ -48,17 +48,17 @@ class StandIn:
 
 def joined_forward(model: nn.Module, loss_fn: LossFn | None, batch: Batch) -> None:
     """Runs the model on a stand-in, without gradients."""
-    with _uncounted(model, None):
+    with uncounted(model, None):
         compute_loss(model, loss_fn, batch)
 
 
 def joined_backward(model: nn.Module, loss_fn: LossFn | None, batch: Batch, usage: Usage | None) -> None:
     """Forward and backward on a stand-in: every collective of a real batch, gradients of zeros."""
-    with _uncounted(model, usage):
+    with uncounted(model, usage):
         loss: Loss = compute_loss(model, loss_fn, batch)
         if usage is not None:
             usage.watch()
-        with _zeroed(leaves(model)):
+        with zeroed(leaves(model)):
             silent(loss.value).backward()  # type: ignore[no-untyped-call]
 
 
@@ -69,7 +69,7 @@ def silent(value: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _uncounted(model: nn.Module, usage: Usage | None) -> Iterator[None]:
+def uncounted(model: nn.Module, usage: Usage | None) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, SharedStatistics)]
     for layer in layers:
         layer.counts = False
@@ -82,7 +82,7 @@ def _uncounted(model: nn.Module, usage: Usage | None) -> Iterator[None]:
 
 
 @contextmanager
-def _zeroed(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+def zeroed(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     hooks: list[Any] = [parameter.register_hook(torch.zeros_like) for parameter in parameters]  # type: ignore[no-untyped-call]
     try:
         yield

@@ -196,7 +196,22 @@ class ShardedUpdate(Replica):
         finally:
             self._is_reducing = True
 
+    def hold_back(self) -> None:
+        """Before backwards whose gradients add up until `reduce`."""
+        self.gather()
+        if self._begun:
+            self.unwrap()
+        for bucket in self._buckets:
+            bucket.adopt()
+        self._is_reducing = False
+
+    def reduce(self) -> None:
+        """Reduces the gradients that are there. Collective."""
+        self._is_reducing = True
+        self._complete()
+
     def unwrap(self) -> None:
+        self._is_reducing = True
         self._attempt += 1
         self._rest()
 

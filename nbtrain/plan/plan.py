@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from nbtrain.errors import PlanError
-from nbtrain.plan import support, text
+from nbtrain.plan import pipeline, support, text
 from nbtrain.plan.degrees import AXES, fill
 from nbtrain.plan.describe import describe
 from nbtrain.plan.fields import CHECKS
@@ -28,8 +28,10 @@ class Plan:
         zero: What ``dp_shard`` ranks shard (ZeRO, arXiv 1910.02054, section 5): 0 nothing (DDP), 1 optimizer
             state (the weight update's sharding of arXiv 2004.13336), 2 also gradients, 3 also parameters (FSDP).
         schedule: Pipeline schedule.
-        num_microbatches: Microbatches a step; None lets the pipeline choose.
-        num_virtual_stages: Pipeline stages a rank; None takes the schedule's own number.
+        num_microbatches: Microbatches a step; None lets the pipeline choose. "1f1b" needs pp or more, "dualpipev" 2 pp;
+            the interleaved ones want equal rounds of at least pp, which multiples of pp give.
+        num_virtual_stages: Pipeline stages a rank; None takes the schedule's own number: 1 for "gpipe" and "1f1b",
+            2 for "zbv" and "dualpipev"; the others take 2 or more.
         sequence_parallel: Shard norms and dropout along the sequence between tensor-parallel layers.
         loss_parallel: Compute the loss on logits that are sharded by vocabulary.
         tp_plan: ``"auto"`` or ``{name pattern: style}``.
@@ -75,7 +77,7 @@ class Plan:
             object.__setattr__(self, name, check(name, getattr(self, name)))
         _require_one_free_degree(self)
         _require_replicas_for_algorithm(self)
-        _require_enough_microbatches(self)
+        _require_a_pipeline_that_runs(self)
 
     @classmethod
     def parse(cls, spec: str) -> Plan:
@@ -190,10 +192,9 @@ def _require_replicas_for_algorithm(plan: Plan) -> None:
         )
 
 
-def _require_enough_microbatches(plan: Plan) -> None:
-    stages = {"1f1b": plan.pp, "dualpipev": 2 * plan.pp}.get(plan.schedule, 1)
-    if plan.pp > 1 and plan.num_microbatches is not None and plan.num_microbatches < stages:
-        raise PlanError(
-            f"schedule={plan.schedule!r} with pp={plan.pp} needs at least {stages} microbatches, "
-            f"not num_microbatches={plan.num_microbatches}; type num_microbatches={stages}"
-        )
+def _require_a_pipeline_that_runs(plan: Plan) -> None:
+    if plan.pp == 1:
+        return
+    pipeline.virtual_stages(plan.schedule, plan.num_virtual_stages)
+    if plan.num_microbatches is not None:
+        pipeline.require_microbatches(plan.schedule, plan.pp, plan.num_microbatches)

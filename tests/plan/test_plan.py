@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nbtrain.errors import PlanError
 from nbtrain.plan import Plan
 from nbtrain.plan.fields import ALGORITHMS, CHECKS, OFFLOADS, SCHEDULES
+from nbtrain.plan.pipeline import virtual_stages
 
 degree = st.integers(1, 8)
 name = st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True)
@@ -21,15 +22,17 @@ name = st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True)
 @st.composite
 def plans(draw: st.DrawFn, tp_plan: bool = True) -> Plan:
     algorithm = draw(st.sampled_from(ALGORITHMS))
+    schedule = draw(st.sampled_from(SCHEDULES))
+    pp = draw(degree)
     return Plan(
         dp_replicate=draw(degree),
         dp_shard=draw(degree | st.just(-1)),
         tp=draw(degree),
-        pp=draw(degree),
+        pp=pp,
         zero=0 if algorithm != "allreduce" else draw(st.integers(0, 3)),
-        schedule=draw(st.sampled_from(SCHEDULES)),
-        num_microbatches=draw(st.none() | st.integers(16, 64)),
-        num_virtual_stages=draw(st.none() | degree),
+        schedule=schedule,
+        num_microbatches=draw(st.none() | st.integers(2, 8).map(lambda rounds: rounds * pp)),
+        num_virtual_stages=draw(st.none() | st.just(virtual_stages(schedule))),
         sequence_parallel=draw(st.booleans()),
         loss_parallel=draw(st.booleans()),
         tp_plan=draw(st.dictionaries(name, name) | st.just("auto")) if tp_plan else "auto",
@@ -118,6 +121,10 @@ def test_spaces_and_an_empty_text_are_understood() -> None:
     )
 
 
+def test_what_a_pipeline_of_one_rank_would_need_does_not_matter() -> None:
+    assert Plan(schedule="dualpipev", num_microbatches=1, num_virtual_stages=5).resolve(2).pp == 1
+
+
 def test_a_plan_is_frozen() -> None:
     plan = Plan(tp_plan={"a": "colwise"})
     with pytest.raises(AttributeError):
@@ -149,6 +156,11 @@ def test_a_plan_is_frozen() -> None:
         ("algorithm=bytegrad", "type zero=0,algorithm=bytegrad"),
         ("pp=4,num_microbatches=2", "type num_microbatches=4"),
         ("pp=2,schedule=dualpipev,num_microbatches=2", "type num_microbatches=4"),
+        ("pp=4,schedule=interleaved_1f1b,num_microbatches=9", "type num_microbatches=8 or num_microbatches=10"),
+        ("pp=4,schedule=interleaved_zero_bubble,num_microbatches=14", "14 // 4 = 3 equal rounds"),
+        ("pp=2,num_virtual_stages=2", "type num_virtual_stages=1 or leave it out; several stages a rank take e.g."),
+        ("pp=2,schedule=zbv,num_virtual_stages=3", "type num_virtual_stages=2 or leave it out"),
+        ("pp=2,schedule=looped_bfs,num_virtual_stages=1", "type num_virtual_stages=2, or schedule=1f1b"),
     ],
 )
 def test_an_error_says_what_to_type(spec: str, message: str) -> None:
@@ -198,7 +210,6 @@ def test_replicas_are_counted_by_either_degree() -> None:
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
-        (Plan(pp=2), "pp=2"),
         (Plan(zero=0, algorithm="qadam"), "algorithm='qadam'"),
         (Plan(hierarchical=True), "hierarchical=True"),
     ],

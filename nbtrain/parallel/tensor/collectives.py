@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from nbtrain.events import EventKind
 from nbtrain.parallel.tensor.peers import Peers
+from nbtrain.telemetry.timeline import recorder
 
 # torch 2.13 renamed them
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -98,14 +100,16 @@ def join_sequence(x: torch.Tensor, peers: Peers) -> torch.Tensor:
 def all_reduced(x: torch.Tensor, peers: Peers, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     """A new tensor; no gradient."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, op, group=peers.group)
+    with recorder().span(EventKind.COLLECTIVE, name="all-reduce"):
+        dist.all_reduce(total, op, group=peers.group)
     return total
 
 
 def all_gathered(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
     """All peers' ``x`` one behind the other along ``dim``; no gradient."""
     parts = x.new_empty((peers.degree, *x.shape))
-    _all_gather(parts.view(-1), x.detach().contiguous().view(-1), group=peers.group)
+    with recorder().span(EventKind.COLLECTIVE, name="all-gather"):
+        _all_gather(parts.view(-1), x.detach().contiguous().view(-1), group=peers.group)
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -113,7 +117,8 @@ def reduce_scattered(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
     """This rank's part along ``dim`` of the sum of all peers' ``x``; no gradient."""
     parts = torch.stack(x.detach().chunk(peers.degree, dim))
     own = x.new_empty(parts.shape[1:])
-    _reduce_scatter(own.view(-1), parts.view(-1), group=peers.group)
+    with recorder().span(EventKind.COLLECTIVE, name="reduce-scatter"):
+        _reduce_scatter(own.view(-1), parts.view(-1), group=peers.group)
     return own
 
 

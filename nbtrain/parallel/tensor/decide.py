@@ -17,7 +17,7 @@ from nbtrain.parallel.cell import say
 from nbtrain.parallel.tensor.cuts import Region, TensorPlan
 from nbtrain.parallel.tensor.describe import describe
 from nbtrain.parallel.tensor.joints import Analysis
-from nbtrain.parallel.tensor.probe import Probe, probe_inputs
+from nbtrain.parallel.tensor.probe import Probe, as_call, probe_inputs
 from nbtrain.parallel.tensor.recognise import findings, recognise
 from nbtrain.parallel.tensor.stated import from_patterns
 from nbtrain.parallel.tensor.trials import attempts, refuted, without
@@ -69,17 +69,6 @@ def _hooked(model: nn.Module) -> list[str]:
     modules = [name for name, part in model.named_modules() if part._backward_hooks or part._backward_pre_hooks]
     parameters = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
     return [f"'{name}'" for name in modules + parameters]
-
-
-def as_call(probe: Any, device: torch.device) -> Probe:
-    """``probe`` as arguments of a forward."""
-
-    def there(value: Any) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    if isinstance(probe, Mapping):
-        return (), {name: there(value) for name, value in probe.items()}
-    return tuple(map(there, probe if isinstance(probe, tuple | list) else (probe,))), {}
 
 
 def _watched(plan: TensorPlan) -> dict[str, Region]:

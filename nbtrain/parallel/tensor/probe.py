@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import islice, product
 from typing import Any
@@ -15,6 +15,17 @@ Probe = tuple[tuple[Any, ...], dict[str, Any]]
 
 SAMPLES, LENGTH, TRIES = 2, 8, 60
 IMAGES = (32, 28, 64, 16, 8, 224)
+
+
+def as_call(probe: Any, device: torch.device) -> Probe:
+    """``probe`` as arguments of a forward."""
+
+    def there(value: Any) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    if isinstance(probe, Mapping):
+        return (), {name: there(value) for name, value in probe.items()}
+    return tuple(map(there, probe if isinstance(probe, tuple | list) else (probe,))), {}
 
 
 def probe_inputs(model: nn.Module, device: torch.device) -> Probe | None:

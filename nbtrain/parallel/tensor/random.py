@@ -17,7 +17,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,13 @@ class Draws:
         seed = _mixed(self.seed, self.coordinate, self.step, self.forwards)
         self.forwards += 1
         with _seeded(seed), _seeded_elsewhere(seed):
+            yield
+
+    @contextmanager
+    def at(self, microbatch: int, call: int) -> Iterator[None]:
+        """The same inside one call of a microbatch's forward, whatever ran before it; -1: around all of them."""
+        seed = _mixed(self.seed, self.coordinate, self.step, microbatch, call)
+        with _seeded(seed), _seeded_elsewhere(seed) if call < 0 else nullcontext():
             yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Draws:

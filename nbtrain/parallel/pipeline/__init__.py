@@ -1,0 +1,12 @@
+"""Pipeline parallelism: each rank runs the model's own forward, with only its stages' modules in it.
+
+::
+
+    units       modules that are called as a whole: blocks, embeddings, norms, the head; around them is the skeleton
+    score       which units a forward calls, in which order, and which of their outputs others read
+    partition   where the score is cut into stages
+    holding     a rank keeps the parameters of its stages
+    flow        one forward of one stage on one microbatch
+    stage       the same under torch's schedule runtime, with what is sent and received
+    pipeline    a whole step
+"""

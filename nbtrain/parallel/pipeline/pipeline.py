@@ -1,0 +1,279 @@
+"""`Pipeline`: a step of a model that is split into stages.
+
+::
+
+    batch -> microbatches                     the same on all pipeline ranks; each stage takes what its code reads
+    schedule                                  forwards and backwards of this rank's stages, messages in between
+    sum gradients of shared parameters        over the stages that hold them
+    reduce                                    over data-parallel ranks, once a step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from nbtrain.errors import ModelError, UsageError
+from nbtrain.parallel.batch import Batch
+from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.loss import Loss, LossFn, compute_loss, run_model
+from nbtrain.parallel.pipeline import reduction
+from nbtrain.parallel.pipeline.flow import Blanks, Flow
+from nbtrain.parallel.pipeline.partition import Partition
+from nbtrain.parallel.pipeline.rehearsal import Rehearsal, Twins
+from nbtrain.parallel.pipeline.runtime import Runtime
+from nbtrain.parallel.pipeline.stage import Microbatch, Passage, Stage, passages
+from nbtrain.parallel.pipeline.ties import Ties
+from nbtrain.parallel.pipeline.usage import StageUsage
+from nbtrain.parallel.totals import Tally
+from nbtrain.parallel.uneven import StandIn, silent, uncounted, zeroed
+from nbtrain.parallel.usage import leaves
+from nbtrain.plan import Plan
+from nbtrain.plan.pipeline import num_microbatches
+from nbtrain.planner.schedule import Schedule
+from nbtrain.planner.schedules import forward_only, make_schedule
+
+
+class Pipeline:
+    """One model on one rank.
+
+    Args:
+        model: Holds this rank's stages.
+        layout: Of the model.
+        units: Of the whole model, by name.
+        partition: Of them into stages.
+        twins: Of the units.
+        device: Where the model computes.
+        input_dtype: What FSDP casts the model's inputs to; None leaves them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        units: dict[str, nn.Module],
+        partition: Partition,
+        twins: Twins,
+        device: torch.device,
+        input_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model, self._layout = model, layout
+        self._units, self.partition, self._twins = units, partition, twins
+        self._device, self._input_dtype = device, input_dtype
+        self._blanks = Blanks(device)
+        self._passages: dict[Any, list[Passage]] = {}
+        self._runtimes: dict[tuple[bool, int], Runtime] = {}
+        self._modes: tuple[bool, ...] = ()
+        self._begun = 0
+        self._is_real = False  # whether any microbatch of the step had a sample
+        self.ties = Ties([])
+        self.usage: StageUsage | None = None
+
+    # a step
+
+    def backward(self, chunk: Batch, loss_fn: LossFn | None, divisor: float, tally: Tally, stand_in: StandIn) -> None:
+        """Forward and backward of one accumulation chunk; adds to gradients, and on the last stage to ``tally``."""
+        if self._begun == 0:
+            reduction.hold_back(self._model, self._layout)
+        count = num_microbatches(self._layout.plan)
+        self._modes = tuple(module.training for module in self._model.modules())
+        parts = chunk.chunks(count, uneven=True)
+        losses: list[Loss] = []
+        microbatches = [
+            self._microbatch(part, loss_fn, self._begun + number, stand_in, functools.partial(_rooted, divisor, losses))
+            for number, part in enumerate(parts)
+        ]
+        self._begun += count
+        self._is_real |= chunk.num_samples > 0
+        self._run(microbatches, backward=True)
+        for loss in losses:
+            tally.add(loss)
+
+    def reduce(self, bucket_mb: float | None) -> None:
+        """Behind the last chunk: the gradients become those of the step. Collective."""
+        if self.usage is not None and self._is_real:
+            self.usage.note(reduction.found_gradients(self._model, self._layout))
+        self._begun, self._is_real = 0, False
+        if not self._layout.shards:
+            self.ties.sum_gradients(self._group)
+        reduction.reduce(self._model, self._layout, bucket_mb)
+        if self._layout.shards:
+            self.ties.sum_gradients(self._group)
+
+    def evaluate(self, batch: Batch, loss_fn: LossFn | None, tally: Tally, stand_in: StandIn) -> None:
+        """Adds the losses of a batch to ``tally`` on the last stage. No gradients."""
+        parts = batch.chunks(self._layout.plan.pp, uneven=True)
+        self._modes = tuple(module.training for module in self._model.modules())
+        losses: list[Loss] = []
+        microbatches = [
+            self._microbatch(part, loss_fn, number, stand_in, functools.partial(_kept, losses))
+            for number, part in enumerate(parts)
+        ]
+        self._run(microbatches, backward=False)
+        for loss in losses:
+            tally.add(loss)
+
+    def recover(self) -> None:
+        """After an exception: nothing of a schedule that did not end is left."""
+        self._begun, self._is_real = 0, False
+        self._runtimes.clear()
+
+    def regroup(self) -> None:
+        """Groups were formed again."""
+        vars(self).pop("_group", None)
+        self.recover()
+
+    def _run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> None:
+        runtime = self._runtime(backward, len(microbatches))
+        for stage in runtime.held:
+            stage.begin(microbatches, backward=backward)
+        try:
+            runtime.run()
+        except BaseException:
+            self.recover()
+            raise
+        for stage in runtime.held:
+            stage.clear_runtime_states()
+
+    # microbatches
+
+    def _microbatch(
+        self,
+        part: Batch,
+        loss_fn: LossFn | None,
+        index: int,
+        stand_in: StandIn,
+        finish: Callable[[Loss, bool], torch.Tensor | None],
+    ) -> Microbatch:
+        is_empty = part.num_samples == 0
+        batch = stand_in.of(part) if is_empty else part
+        watched = functools.partial(self._uncounted, self._model) if is_empty else contextlib.nullcontext
+
+        def forward(flow: Flow) -> torch.Tensor | None:
+            root = functools.partial(flow.run, self._model)
+            if not flow.is_last:
+                run_model(root, loss_fn, batch)
+                return None
+            return finish(compute_loss(root, loss_fn, batch), is_empty)
+
+        # what is computed again in backward would be so twice, or not at all where it is selective
+        whole = is_empty or self._layout.plan.recompute != "none"
+        return Microbatch(self._passages_of(batch, loss_fn), index, forward, watched, whole_backward=whole)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _uncounted(model: nn.Module) -> Iterator[None]:
+        with uncounted(model, None), zeroed(leaves(model)):
+            yield
+
+    def _passages_of(self, batch: Batch, loss_fn: LossFn | None) -> list[Passage]:
+        key = _signature(batch), self._modes
+        if key not in self._passages:
+            score = Rehearsal(self._twins, self._units, self._device).run(
+                self._model, lambda: run_model(self._forward, loss_fn, batch)
+            )
+            try:
+                starts = score.starts(self.partition.begins)
+            except LookupError as problem:
+                raise ModelError(
+                    f"'{problem.args[0]}' begins a stage and is not called, or called earlier, for this batch; type "
+                    "pp=1, or name other modules in split=[...]"
+                ) from problem
+            self._require_held(found := passages(score, starts))
+            self._passages[key] = found
+        return self._passages[key]
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward without hooks."""
+        if self._input_dtype is not None:
+            args, kwargs = tree_map(self._cast, (args, kwargs))
+        return self._model.forward(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self._input_dtype) if is_float else value
+
+    def _require_held(self, found: list[Passage]) -> None:
+        for stage, passage in enumerate(found):
+            for call in passage.score.calls[passage.first : passage.end]:
+                if call.unit not in self.partition.units[stage]:
+                    raise ModelError(
+                        f"stage {stage} calls '{call.unit}', which it does not hold: the model was split by a forward "
+                        "on a probe, which called other modules; give one like the batches: nt.Trainer(..., probe=...)"
+                    )
+
+    # the schedule
+
+    @functools.cached_property
+    def _group(self) -> dist.ProcessGroup:
+        assert self._layout.mesh is not None, "stages are on ranks"
+        return self._layout.mesh.get_group("pp")
+
+    def schedule(self) -> Schedule:
+        """Of a step."""
+        return schedule_of(self._layout.plan, None)
+
+    def _runtime(self, backward: bool, count: int) -> Runtime:
+        key = backward, count
+        if key not in self._runtimes:
+            schedule = schedule_of(self._layout.plan, count if backward else None)
+            schedule = schedule if backward else forward_only(schedule, count)
+            stages = [self._stage(index) for index in self.partition.stages_of(self._group.rank())]
+            self._runtimes[key] = Runtime(stages, schedule)
+        return self._runtimes[key]
+
+    def _stage(self, index: int) -> Stage:
+        parameters = functools.partial(self._trained, index)
+        settle = functools.partial(reduction.settle_weights, self._model, self._layout)
+        num_stages, draws = self.partition.num_stages, self._layout.draws
+        return Stage(index, num_stages, self._device, self._group, parameters, settle, self._blanks, draws)
+
+    def _trained(self, stage: int) -> list[nn.Parameter]:
+        """What the backward of a stage leaves gradients in, as it is now: FSDP puts gathered ones in their places."""
+        held = {id(slot): slot for slot in self._slots(stage)}
+        found = (slots[key] for module, key in held.values() if (slots := module._parameters)[key] is not None)
+        return list({id(one): one for one in found if one is not None and one.requires_grad}.values())
+
+    def _slots(self, stage: int) -> Iterator[tuple[nn.Module, str]]:
+        for name in sorted(self.partition.units[stage]):
+            for module in self._units[name].modules():
+                yield from ((module, key) for key in module._parameters)
+        for name in sorted(self.partition.parameters[stage]):
+            prefix, _, key = name.rpartition(".")
+            yield self._model.get_submodule(prefix), key
+
+
+def schedule_of(plan: Plan, count: int | None) -> Schedule:
+    """The schedule of a plan with that many microbatches; None takes the plan's number."""
+    return make_schedule(plan.schedule, plan.pp, count or num_microbatches(plan), plan.num_virtual_stages)
+
+
+def _rooted(divisor: float, losses: list[Loss], loss: Loss, is_empty: bool) -> torch.Tensor:
+    if is_empty:
+        return silent(loss.value)
+    if not loss.value.requires_grad:
+        raise UsageError(
+            "the loss has no gradient: it was detached, computed under no_grad, or of nothing that trains; return it "
+            "as the model's output gives it"
+        )
+    losses.append(loss)
+    return loss.over(divisor)
+
+
+def _kept(losses: list[Loss], loss: Loss, is_empty: bool) -> None:
+    if not is_empty:
+        losses.append(loss)
+
+
+def _signature(batch: Batch) -> Any:
+    """What the shapes in a forward depend on."""
+    leaves, form = tree_flatten((batch.positional, dict(batch.named)))
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+    return str(form), shapes

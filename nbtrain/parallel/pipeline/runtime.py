@@ -1,0 +1,86 @@
+"""Runs a schedule of `nbtrain.planner` on torch's schedule runtime."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import (
+    OVERLAP_F_B,
+    _Action,
+    _add_send_recv,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+from nbtrain.events import EventKind
+from nbtrain.parallel.pipeline.stage import Stage
+from nbtrain.planner.schedule import Schedule, Step
+from nbtrain.telemetry.timeline import recorder
+
+_LOGGER = logging.getLogger("torch.distributed.pipelining.schedules")
+
+
+class Runtime(_PipelineScheduleRuntime):
+    """torch's runtime with a given order of actions.
+
+    Args:
+        stages: Of this rank, in order.
+        schedule: Of all ranks.
+    """
+
+    def __init__(self, stages: Sequence[Stage], schedule: Schedule) -> None:
+        super().__init__(list(stages), schedule.num_microbatches, scale_grads=False)  # type: ignore[no-untyped-call]
+        self.schedule = schedule
+        self.held = stages
+        self.stage_index_to_group_rank = dict(enumerate(schedule.rank_of))
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        self.fwd_recv_ops, self.bwd_recv_ops = _Waited("activations"), _Waited("gradients")
+        # without torch's actions for FSDP and gradients: these are no matter of the schedule here
+        actions = {rank: [_as_torchs(step) for step in steps] for rank, steps in enumerate(schedule.steps)}
+        self.pipeline_order_with_comms = _add_send_recv(
+            actions, stage_to_rank=lambda stage: schedule.rank_of[stage], num_stages=schedule.num_stages
+        )
+
+    def run(self) -> None:
+        """The stages have begun a microbatch for each of the schedule's."""
+        count = self.schedule.num_microbatches
+        with _quiet():
+            self._step_microbatches([()] * count, [{}] * count, return_outputs=False)
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        """Shapes are known."""
+
+
+class _Waited(dict[tuple[int, int], list[dist.Work]]):
+    """Pending messages; to take some out is to wait for them."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def pop(self, key: tuple[int, int], *default: Any) -> list[dist.Work]:
+        stage, microbatch = key
+        with recorder().span(EventKind.RECEIVE, stage, microbatch, self._what):
+            for work in super().pop(key, *default):
+                work.wait()
+        return []
+
+
+def _as_torchs(step: Step) -> _Action:
+    actions = [_Action(action.stage, _ComputationType(action.kind.value), action.microbatch) for action in step]
+    return actions[0] if len(actions) == 1 else _Action(-1, OVERLAP_F_B, None, tuple(actions))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs the whole schedule when an action raises; what is raised says enough."""
+    before, _LOGGER.disabled = _LOGGER.disabled, True
+    try:
+        yield
+    finally:
+        _LOGGER.disabled = before

@@ -1,0 +1,138 @@
+"""Splitting a model: found in a forward on a probe, then each rank keeps its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbtrain.errors import ModelError
+from nbtrain.parallel.cell import say
+from nbtrain.parallel.layout import Layout
+from nbtrain.parallel.mixin import mix, unmix
+from nbtrain.parallel.pipeline.describe import described
+from nbtrain.parallel.pipeline.holding import held_names, holders, keep
+from nbtrain.parallel.pipeline.partition import Partition, partition
+from nbtrain.parallel.pipeline.pipeline import Pipeline, schedule_of
+from nbtrain.parallel.pipeline.rehearsal import Rehearsal, Twins
+from nbtrain.parallel.pipeline.root import Root
+from nbtrain.parallel.pipeline.ties import Ties
+from nbtrain.parallel.pipeline.units import find_units, make_units
+from nbtrain.parallel.pipeline.usage import StageUsage
+from nbtrain.parallel.precision import DTYPES
+from nbtrain.parallel.state import structure
+from nbtrain.parallel.tensor.probe import as_call, probe_inputs, probing
+from nbtrain.parallel.tensor.twin import twin_of
+from nbtrain.parallel.usage import ShardUsage, sharded_records
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is divided over pipeline ranks, the same on all.
+
+    Attributes:
+        partition: Into stages.
+        canonical: For each name of a parameter or buffer of the whole model the first one of the same tensor.
+        holders: By canonical name, the pipeline ranks that hold it.
+        told: In words.
+    """
+
+    partition: Partition
+    canonical: dict[str, str]
+    holders: dict[str, tuple[int, ...]]
+    told: str
+
+    def num_holders(self, name: str) -> int:
+        """How many pipeline ranks hold a parameter or buffer."""
+        return len(self.holders[self.canonical[name]])
+
+
+def find_split(model: nn.Module, layout: Layout, probe: Any, device: torch.device) -> Split:
+    """Finds the stages of ``model``, which stays as it is; they are printed. Moves nothing.
+
+    Args:
+        model: Whole, on its device or on meta.
+        layout: With the plan and the blueprint.
+        probe: Inputs of the model's forward, or None.
+        device: Where the model is to live.
+
+    Raises:
+        PlanError, ModelError: The plan and the model do not fit.
+    """
+    plan, whole = layout.plan, structure(layout)
+    schedule = schedule_of(plan, None)
+    units = find_units(model, schedule.num_stages)
+    call = as_call(probe, device) if probe is not None else probe_inputs(twin_of(model, device), device)
+    if call is None:
+        raise ModelError(
+            f"no inputs could be made up that {type(model).__name__}'s forward takes, and the stages of pp={plan.pp} "
+            "are found in a forward on a tiny batch; give one: nt.Trainer(..., probe=inputs)"
+        )
+    make_units(units)
+    try:
+        with probing(model):
+            args, kwargs = call
+            score = Rehearsal(Twins(whole, device), units, device).run(model, lambda: model.forward(*args, **kwargs))
+    finally:
+        unmix(model)
+    found = partition(model, units, score, schedule.rank_of, plan.split if plan.split == "auto" else list(plan.split))
+    canonical = _canonical(whole)
+    held = [held_names(model, units, found.held_by(rank)) for rank in range(plan.pp)]
+    split = Split(found, canonical, holders(canonical, held), described(found, schedule, model, held))
+    say(split.told)
+    return split
+
+
+def hold(model: nn.Module, layout: Layout, split: Split, device: torch.device) -> dict[str, nn.Module]:
+    """Takes from ``model`` what other ranks hold, and makes its forward that of stages. Moves nothing.
+
+    Returns:
+        The units, by name.
+    """
+    assert layout.mesh is not None, "stages are on ranks"
+    units = find_units(model, split.partition.num_stages)
+    keep(model, units, split.partition.held_by(layout.mesh.get_local_rank("pp")), device)
+    make_units(units)
+    mix(model, Root)
+    return units
+
+
+def make_pipeline(
+    model: nn.Module, layout: Layout, split: Split, units: dict[str, nn.Module], device: torch.device
+) -> Pipeline:
+    """What takes steps, behind everything else that lays ``model`` out."""
+    dtype = DTYPES.get(layout.plan.precision) if layout.shards else None
+    twins = Twins(structure(layout), device, dtype)
+    pipeline = Pipeline(model, layout, units, split.partition, twins, device, dtype)
+    named = dict(model.named_parameters())
+    shared = [
+        (split.holders[split.canonical[name]], split.canonical[name], parameter)
+        for name, parameter in named.items()
+        if parameter.requires_grad and split.num_holders(name) > 1
+    ]
+    order = {name: number for number, name in enumerate(split.canonical)}
+    shared.sort(key=lambda entry: order[entry[1]])
+    pipeline.ties = Ties([(parameter, holding) for holding, _, parameter in shared])
+    pipeline.usage = _usage(model, layout, split)
+    return pipeline
+
+
+def _usage(model: nn.Module, layout: Layout, split: Split) -> StageUsage:
+    trained = [name for name, parameter in structure(layout).named_parameters() if parameter.requires_grad]
+    places = {name: place for place, name in enumerate(trained)}
+    names = {id(parameter): split.canonical[name] for name, parameter in model.named_parameters()}
+    inner = layout.usage
+    if layout.shards:
+        parameters = [record.sharded_param for record in sharded_records(model)]
+        inner = ShardUsage(model)
+    else:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return StageUsage(parameters, [places[names[id(one)]] for one in parameters], len(trained), inner)
+
+
+def _canonical(whole: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    named = [*whole.named_parameters(remove_duplicate=False), *whole.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}

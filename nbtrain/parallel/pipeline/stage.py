@@ -1,0 +1,360 @@
+"""`Stage`: one stage under torch's schedule runtime.
+
+torch's own ``PipelineStage`` runs a module whose inputs and outputs have fixed shapes. Here each microbatch has its
+own shapes, several tensors cross, some of them only pass through, and which of them get a gradient is known before::
+
+    received   tensors of earlier stages that this or a later stage reads
+    relayed    those of them that a later stage reads: sent on as they are; their gradients are added up on the way back
+    given      what this stage computes and a later one reads
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from nbtrain.errors import ModelError
+from nbtrain.events import EventKind
+from nbtrain.parallel.pipeline.flow import Blanks, Flow
+from nbtrain.parallel.pipeline.graph import eager
+from nbtrain.parallel.pipeline.score import Meta, Score, Value
+from nbtrain.parallel.tensor.random import Draws
+from nbtrain.telemetry.timeline import recorder
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What a stage does in forwards of one score.
+
+    Attributes:
+        first: Its first call.
+        end: The call behind its last.
+        incoming: What it receives.
+        outgoing: What it sends.
+    """
+
+    score: Score
+    first: int
+    end: int
+    incoming: tuple[Value, ...]
+    outgoing: tuple[Value, ...]
+
+    @property
+    def given(self) -> frozenset[Value]:
+        return frozenset(value for value in self.outgoing if value.call >= self.first)
+
+    @property
+    def relayed(self) -> tuple[Value, ...]:
+        return tuple(value for value in self.outgoing if value.call < self.first)
+
+    def meta(self, value: Value) -> Meta:
+        return self.score.meta(value)
+
+    def with_gradient(self, values: Sequence[Value]) -> list[Value]:
+        return [value for value in values if self.meta(value).requires_grad]
+
+
+def passages(score: Score, starts: Sequence[int]) -> list[Passage]:
+    """Of all stages, of which ``starts`` are the first calls."""
+    routes = [*score.routes(starts), ()]
+    ends = [*starts[1:], len(score.calls)]
+    return [
+        Passage(score, first, end, incoming, outgoing)
+        for first, end, (incoming, outgoing) in zip(starts, ends, itertools.pairwise(routes), strict=True)
+    ]
+
+
+@dataclass
+class Microbatch:
+    """One microbatch of a step.
+
+    Attributes:
+        passages: Of all stages.
+        index: Its number in the step; random numbers depend on it.
+        forward: Runs the model with a flow around it: ``forward(flow)``. On the last stage it gives what backward
+            starts from, a 0-d tensor; None where there is no backward.
+        watched: What is around its forwards and backwards.
+        whole_backward: Whether its gradients of inputs and of weights come together whatever the schedule says.
+    """
+
+    passages: Sequence[Passage]
+    index: int
+    forward: Callable[[Flow], Any]
+    watched: Callable[[], Any]
+    whole_backward: bool = False
+
+
+@dataclass
+class _Graph:
+    """What a forward leaves for its backward."""
+
+    inputs: dict[Value, torch.Tensor]
+    outputs: dict[Value, torch.Tensor]
+    root: torch.Tensor | None
+    groups: list[dict[str, Any]] | None = None
+
+
+@dataclass
+class _Boxes:
+    """Tensors between actions, by microbatch."""
+
+    received: dict[int, dict[Value, torch.Tensor]] = field(default_factory=dict)
+    sent: dict[int, dict[Value, torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[int, dict[Value, torch.Tensor]] = field(default_factory=dict)
+    returned: dict[int, dict[Value, torch.Tensor]] = field(default_factory=dict)
+    graphs: dict[int, _Graph] = field(default_factory=dict)
+
+
+class Stage(_PipelineStageBase):
+    """One stage on the rank that holds it.
+
+    Args:
+        index: In ``range(num_stages)``.
+        num_stages: Of the pipeline.
+        device: Where it computes.
+        group: The pipeline ranks.
+        parameters: Gives what backward splits off, as forward used it.
+        settle_weights: Called behind a backward of weights alone.
+        blanks: For what other stages compute.
+        draws: What random numbers come from.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        parameters: Callable[[], list[nn.Parameter]],
+        settle_weights: Callable[[], None],
+        blanks: Blanks,
+        draws: Draws | None,
+    ) -> None:
+        # torch looks at a module only to find out whether it is DDP or FSDP, which are no matter of a stage here
+        super().__init__(nn.Identity(), index, num_stages, device, group)
+        self._parameters, self._settle_weights = parameters, settle_weights
+        self._blanks, self._draws = blanks, draws
+        self._boxes = _Boxes()
+        self._microbatches: Sequence[Microbatch] = ()
+
+    def begin(self, microbatches: Sequence[Microbatch], *, backward: bool) -> None:
+        """Before a run of the schedule."""
+        self._microbatches, self._boxes = microbatches, _Boxes()
+        self.chunks = len(microbatches)
+        self.has_backward = backward
+
+    def _passage(self, microbatch: int) -> Passage:
+        return self._microbatches[microbatch].passages[self.stage_index]
+
+    # forward
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        passage = self._passage(fwd_chunk_id)
+        self._boxes.received[fwd_chunk_id] = self._buffers(passage, passage.incoming)
+        return self._messages(dist.irecv, self._boxes.received[fwd_chunk_id].values(), self.stage_index - 1)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        self._boxes.received[mb_index] = {value: tensor.detach() for value, tensor in prev_stage_outputs.items()}
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> dict[Value, torch.Tensor]:
+        """What later stages read: also what is only passed on."""
+        microbatch, passage = self._microbatches[fwd_chunk_id], self._passage(fwd_chunk_id)
+        received = self._boxes.received.pop(fwd_chunk_id, {})
+        if self.has_backward:
+            for value in passage.with_gradient(passage.incoming):
+                received[value].requires_grad_()
+        draws = self._draws if passage.score.random else None
+        handed = {value: _hand(tensor) for value, tensor in received.items()}
+        flow = Flow(
+            passage.score, passage.first, passage.end, handed, passage.given, self._blanks, draws, microbatch.index
+        )
+        with microbatch.watched(), self._span(EventKind.FORWARD, fwd_chunk_id):
+            root = microbatch.forward(flow)
+        outputs = {value: self._output(value, flow.given, passage) for value in passage.given}
+        if self.has_backward:
+            self._boxes.graphs[fwd_chunk_id] = _Graph(received, outputs, root)
+        passed = {value: received[value] for value in passage.relayed}
+        sent = {value: (passed | outputs)[value].detach() for value in passage.outgoing}
+        self._boxes.sent[fwd_chunk_id] = sent
+        return sent
+
+    def _output(self, value: Value, given: Mapping[Value, torch.Tensor], passage: Passage) -> torch.Tensor:
+        tensor, meta = given.get(value), passage.meta(value)
+        unit = passage.score.calls[value.call].unit
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != meta.shape:
+            got = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"{tensor!r}"
+            raise ModelError(
+                f"'{unit}' gives {got}, and the next stage expects shape {meta.shape}: what crosses between stages "
+                "must have shapes that depend on the shapes of the inputs only; type pp=1"
+            )
+        return tensor.to(meta.dtype).contiguous()
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        with self._span(EventKind.SEND, fwd_chunk_id, "activations"):
+            return self._messages(dist.isend, self._boxes.sent.pop(fwd_chunk_id).values(), self.stage_index + 1)
+
+    # backward
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        passage = self._passage(bwd_chunk_id)
+        self._boxes.gradients[bwd_chunk_id] = self._buffers(passage, passage.with_gradient(passage.outgoing))
+        return self._messages(dist.irecv, self._boxes.gradients[bwd_chunk_id].values(), self.stage_index + 1)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        self._boxes.gradients[mb_index] = next_stage_bwd_outputs
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        microbatch, passage = self._microbatches[bwd_chunk_id], self._passage(bwd_chunk_id)
+        graph = self._boxes.graphs.pop(bwd_chunk_id)
+        arrived = self._boxes.gradients.pop(bwd_chunk_id, {})
+        roots, gradients = self._roots(graph, arrived)
+        inputs = {value: graph.inputs[value] for value in passage.with_gradient(passage.incoming)}
+        kind = EventKind.BACKWARD if full_backward else EventKind.BACKWARD_INPUT
+        with microbatch.watched(), _unwrapped(), self._span(kind, bwd_chunk_id):
+            if full_backward or microbatch.whole_backward or not roots:
+                found = self._backward(roots, gradients, list(inputs.values()))
+            else:
+                found, graph.groups = self._backward_of_inputs(roots, gradients, list(inputs.values()))
+        self._boxes.returned[bwd_chunk_id] = {
+            value: self._gradient(value, gradient, arrived, inputs[value])
+            for value, gradient in zip(inputs, found, strict=True)
+        }
+        if not full_backward:
+            self._boxes.graphs[bwd_chunk_id] = _Graph({}, {}, None, graph.groups)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        groups = self._boxes.graphs.pop(bwd_chunk_id).groups
+        with _unwrapped(), self._span(EventKind.BACKWARD_WEIGHT, bwd_chunk_id):
+            if groups is not None:
+                stage_backward_weight(iter(self._parameters()), groups)
+                self._settle_weights()
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return self._boxes.returned.pop(mb_index)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        with self._span(EventKind.SEND, bwd_chunk_id, "gradients"):
+            return self._messages(dist.isend, self._boxes.returned.pop(bwd_chunk_id).values(), self.stage_index - 1)
+
+    def _roots(
+        self, graph: _Graph, arrived: Mapping[Value, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        if self.is_last:
+            return ([], []) if graph.root is None else ([graph.root], [torch.ones_like(graph.root)])
+        trained = [value for value, tensor in graph.outputs.items() if tensor.requires_grad and value in arrived]
+        return [graph.outputs[value] for value in trained], [arrived[value] for value in trained]
+
+    def _backward(
+        self, roots: list[torch.Tensor], gradients: list[torch.Tensor | None], inputs: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        return stage_backward(roots, gradients, inputs) if roots else [None] * len(inputs)
+
+    def _backward_of_inputs(
+        self, roots: list[torch.Tensor], gradients: list[torch.Tensor | None], inputs: list[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor | None], list[dict[str, Any]] | None]:
+        """Gradients of ``inputs``, and where those of weights start from; None where all of them have come along."""
+        roots, weights = _detachable(roots), self._parameters()
+        early = eager(roots, inputs, weights)
+        known = {id(weight) for weight in early}
+        late = [weight for weight in weights if id(weight) not in known]
+        if not late or not inputs:
+            return self._backward(roots, gradients, inputs), None
+        found, groups = stage_backward_input(roots, cast(Any, gradients), [*inputs, *early], iter(late))
+        self._settle_weights()
+        return found[: len(inputs)], groups
+
+    def _gradient(
+        self, value: Value, found: torch.Tensor | None, arrived: Mapping[Value, torch.Tensor], like: torch.Tensor
+    ) -> torch.Tensor:
+        """Of what was received: what this stage adds and, where it was passed on, what came back."""
+        back = arrived.get(value)
+        if found is None:
+            return torch.zeros_like(like) if back is None else back
+        total = found if back is None else found + back
+        return total.to(like.dtype).contiguous()
+
+    def _span(self, kind: EventKind, microbatch: int, name: str = "") -> AbstractContextManager[None]:
+        return recorder().span(kind, self.stage_index, microbatch, name)
+
+    # messages
+
+    def _buffers(self, passage: Passage, values: Sequence[Value]) -> dict[Value, torch.Tensor]:
+        metas = {value: passage.meta(value) for value in values}
+        return {value: torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for value, meta in metas.items()}
+
+    def _messages(self, send_or_receive: Any, tensors: Any, stage: int) -> list[dist.P2POp]:
+        peer = self.stage_index_to_group_rank[stage]
+        return [
+            dist.P2POp(send_or_receive, _on_wire(tensor), group=self.group, group_peer=peer)
+            for tensor in tensors
+            if tensor.numel()
+        ]
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Gradients are reduced behind the schedule."""
+
+    def clear_runtime_states(self) -> None:
+        self._microbatches, self._boxes = (), _Boxes()
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("shapes are found by a rehearsal")
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("shapes are found by a rehearsal")
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        raise NotImplementedError("shapes are found by a rehearsal")
+
+
+class _Hand(torch.autograd.Function):
+    """Identity whose output is no leaf and no view: a block may write into its input (``inplace=True``)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _hand(tensor: torch.Tensor) -> torch.Tensor:
+    handed: torch.Tensor = _Hand.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return handed
+
+
+def _detachable(roots: list[torch.Tensor]) -> list[torch.Tensor]:
+    """torch detaches them in place, which views do not allow, and which freezes a parameter that a unit gives."""
+    return [root.clone() if root._is_view() or root.is_leaf else root for root in roots]
+
+
+def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """gloo sends neither truth values nor complex numbers."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bool:
+        return tensor.view(torch.uint8)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """torch wraps what a backward raises into an error that prints tensors."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if problem.__cause__ is None:
+            raise
+        raise problem.__cause__ from None
