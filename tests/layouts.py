@@ -17,12 +17,12 @@ import nbtrain as nt
 LAYOUTS = (
     "zero=0",
     "zero=1",
-    "zero=2",
-    "zero=3",
+    "zero=3",  # zero=2 lies as this one does
     "zero=3,dp_replicate=2",
-    "tp=2",
     "tp=2,zero=3",
     "tp=2,zero=1",
+    "pp=2,zero=1",
+    "pp=2,tp=2",
 )
 """On four ranks."""
 
@@ -31,7 +31,7 @@ class Model(models.GPT):
     """Tied embeddings, a fused QKV weight, dropout, sizes that ranks do not divide, and a buffer."""
 
     def __init__(self) -> None:
-        super().__init__(vocab=46, width=16, depth=1)
+        super().__init__(vocab=46, width=16, depth=2)
         self.bias = nn.Parameter(torch.randn(7))
         self.dropout = nn.Dropout(0.2)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))

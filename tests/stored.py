@@ -24,10 +24,12 @@ def read_by_torch(path: Path) -> dict[str, Any]:
 
 
 def require_state(what: str, subject: nt.Trainer, expected: dict[str, Any]) -> None:
-    """Each piece of this rank's is what torch's reader finds there."""
+    """Each piece of this rank's is what torch's reader finds there, and ranks have all of them. Collective."""
     layout = subject._stepper.layout
     held = held_parameters(subject.model, layout)
-    assert held.keys() == expected["model"].keys()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, set(held))
+    assert set.union(*everyone) == expected["model"].keys(), what
     for name, one in held.items():
         _require_pieces(f"{what}: {name}", one, expected["model"][name])
     optimizer = held_optimizer(subject.optimizer, subject.model, layout)

@@ -280,7 +280,8 @@ def state_places(model: nn.Module, layout: Layout) -> dict[str, Place]:
 def _strangers(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     problems = []
-    if unknown := sum(id(parameter) not in names for parameter in held):
+    # a rank whose stages train nothing has an empty one, since optimizers refuse to have none
+    if unknown := sum(id(parameter) not in names and parameter.numel() > 0 for parameter in held):
         problems.append(f"{unknown} of its tensors are no parameters of the model")
     ids = set(map(id, held))
     if any(id(key) not in ids for key in optimizer.state):
@@ -290,7 +291,7 @@ def _strangers(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
 
 def _groups(optimizer: Optimizer, names: Mapping[int, str], canonical: Mapping[str, str]) -> Iterator[HeldGroup]:
     for group in optimizer.param_groups:
-        own = [names[id(parameter)] for parameter in group["params"]]
+        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         options = {key: value for key, value in group.items() if key != "params"}
         yield HeldGroup(tuple(canonical.get(name, name) for name in own), options)
 

@@ -38,7 +38,7 @@ def test_bit_for_bit_by_the_same_plan(tmp_path: Path) -> None:
     """Dropout, the shuffled loader in the middle of its second epoch, the scheduler, clipping and the fp16 scale."""
 
     def on_rank() -> None:
-        for spec in ("zero=1", "zero=3,precision=fp16", "tp=2"):
+        for spec in ("zero=1", "zero=3,precision=fp16", "tp=2", "pp=2"):
             subject = everything(spec, seed=0)
             loader = subject.loader(data(), batch_size=16)
             batches = endless(loader)

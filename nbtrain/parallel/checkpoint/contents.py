@@ -20,7 +20,15 @@ from nbtrain.parallel import mesh, snapshot
 from nbtrain.parallel.checkpoint.manifest import Manifest
 from nbtrain.parallel.checkpoint.storage import Extent, Extents
 from nbtrain.parallel.loader import Loader
-from nbtrain.parallel.pieces import Held, HeldOptimizer, aliases, extra_states, held_optimizer, held_parameters
+from nbtrain.parallel.pieces import (
+    Held,
+    HeldOptimizer,
+    aliases,
+    canonical_names,
+    extra_states,
+    held_optimizer,
+    held_parameters,
+)
 
 if TYPE_CHECKING:
     from nbtrain.parallel.trainer import Trainer
@@ -55,12 +63,18 @@ def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> Conten
     model, layout = trainer.model, trainer._stepper.layout
     held = held_parameters(model, layout)
     optimizer = held_optimizer(trainer.optimizer, model, layout)
-    trained = {name for name, _ in model.named_parameters()}
+    trained = parameter_names(trainer)
     tensors = {model_item(name): one for name, one in held.items()}
     for name, entries in optimizer.state.items():
         tensors |= {state_item(name, key): one for key, one in entries.items() if isinstance(one, Held)}
     copies = {model_item(name) for name in held if name not in trained}
     return Contents(tensors, copies, optimizer, facts(trainer, optimizer, extra or {}))
+
+
+def parameter_names(trainer: Trainer) -> set[str]:
+    """Canonical, of those that this rank has."""
+    canonical = canonical_names(trainer.model, trainer._stepper.layout)
+    return {canonical.get(name, name) for name, _ in trainer.model.named_parameters()}
 
 
 def model_item(name: str) -> str:

@@ -23,7 +23,7 @@ from nbtrain.errors import CheckpointError, OptimizerError
 from nbtrain.parallel import gradients, mesh
 from nbtrain.parallel.cell import require_all_ranks, say
 from nbtrain.parallel.checkpoint import contents, folder, storage
-from nbtrain.parallel.checkpoint.contents import class_name, model_item, state_item
+from nbtrain.parallel.checkpoint.contents import class_name, model_item, parameter_names, state_item
 from nbtrain.parallel.checkpoint.manifest import Manifest
 from nbtrain.parallel.checkpoint.saving import settle
 from nbtrain.parallel.checkpoint.together import attempt, gather, host, require_all
@@ -160,7 +160,7 @@ def _optimizer_gaps(trainer: Trainer, manifest: Manifest) -> list[str]:
     groups = list(_groups(trainer))
     if len(groups) != len(saved["groups"]):
         return [f"its optimizer has {len(saved['groups'])} parameter groups, and the trainer's {len(groups)}"]
-    gaps, trained = [], {name for name, _ in trainer.model.named_parameters()}
+    gaps, trained = [], parameter_names(trainer)
     for number, (names, before) in enumerate(zip(groups, saved["groups"], strict=True)):
         if strangers := [name for name in names if manifest.aliases.get(name, name) not in before]:
             gaps.append(f"its parameter group {number} has no {_some(strangers)}")
@@ -174,7 +174,7 @@ def _groups(trainer: Trainer) -> Iterator[list[str]]:
     layout = trainer._stepper.layout
     names, canonical = optimizer_names(trainer.model, layout), canonical_names(trainer.model, layout)
     for group in trainer.optimizer.param_groups:
-        own = [names.get(id(parameter), "?") for parameter in group["params"]]
+        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         yield [canonical.get(name, name) for name in own]
 
 
@@ -206,7 +206,8 @@ def _fit_state(trainer: Trainer, manifest: Manifest, table: Metadata, facts: Map
     fit.state = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            own = names[id(parameter)]
+            if (own := names.get(id(parameter))) is None:
+                continue  # the empty one of a rank whose stages train nothing
             name = canonical.get(own, own)
             saved = name if name in manifest.optimizer["state"] else manifest.aliases.get(name, name)
             if saved not in manifest.optimizer["state"] or _lies_elsewhere(parameter, layout.result):

@@ -17,6 +17,7 @@ from nbtrain.errors import CheckpointError
 from nbtrain.parallel import mesh
 from nbtrain.parallel.cell import require_all_ranks, say
 from nbtrain.parallel.checkpoint import safetensors, storage
+from nbtrain.parallel.checkpoint.contents import parameter_names
 from nbtrain.parallel.checkpoint.together import attempt, gather, require_all, told
 from nbtrain.parallel.pieces import Box, Held, aliases, held_parameters
 
@@ -30,7 +31,7 @@ def export_weights(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     stepper = trainer._stepper
     stepper.require_whole()
     held = held_parameters(trainer.model, stepper.layout)
-    everyone = gather(storage.extents(held, set(held) - {name for name, _ in trainer.model.named_parameters()}))
+    everyone = gather(storage.extents(held, set(held) - parameter_names(trainer)))
     table = {name: extent for extents in reversed(everyone) for name, extent in extents.items()}
     specs = {name: (extent.shape, extent.dtype) for name, extent in table.items()}
     names, problem = attempt(lambda: safetensors.ordered(specs))
