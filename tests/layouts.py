@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import models
@@ -16,12 +17,12 @@ import nbtrain as nt
 LAYOUTS = (
     "zero=0",
     "zero=1",
-    "zero=2",
-    "zero=3",
+    "zero=3",  # zero=2 lies as this one does
     "zero=3,dp_replicate=2",
-    "tp=2",
     "tp=2,zero=3",
     "tp=2,zero=1",
+    "pp=2,zero=1",
+    "pp=2,tp=2",
 )
 """On four ranks."""
 
@@ -32,14 +33,13 @@ class Model(models.GPT):
     def __init__(self) -> None:
         super().__init__(vocab=46, width=16, depth=2)
         self.bias = nn.Parameter(torch.randn(7))
-        self.scalar = nn.Parameter(torch.ones(1))
         self.dropout = nn.Dropout(0.2)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
         if self.training:
             self.seen += 1
-        x_BTD = self.dropout(self.tokens(ids) + self.positions.weight[: ids.shape[1]]) * self.scalar
+        x_BTD = self.dropout(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
         for block in self.blocks:
             x_BTD = block(x_BTD)
         logits_BTV = self.head(self.norm(x_BTD)) + self.bias.mean()
@@ -55,6 +55,11 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
+def momentum(params: Any) -> torch.optim.Optimizer:
+    """One tensor of state for each parameter."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
 def trainer(spec: str, seed: int, make: Callable[[], nn.Module] = Model, **options: Any) -> nt.Trainer:
     """A new one, without the lines that plans print."""
     torch.manual_seed(seed)
@@ -68,12 +73,12 @@ def data(num_samples: int = 64) -> torch.utils.data.Dataset[Any]:
     return torch.utils.data.TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
 
-def train(subject: nt.Trainer, loader: Any, steps: int) -> list[float]:
-    """Losses; goes on where the loader is, into further epochs."""
-    losses: list[float] = []
-    while len(losses) < steps:
-        for batch in loader:
-            losses.append(float(subject.step(*batch)))
-            if len(losses) == steps:
-                break
-    return losses
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def train(subject: nt.Trainer, batches: Iterable[Any], steps: int) -> list[float]:
+    """Losses."""
+    return [float(subject.step(*batch)) for batch in itertools.islice(batches, steps)]

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
@@ -206,8 +205,6 @@ def held_state(name: str, value: Any, parameter: torch.Tensor, place: Place) -> 
         raise OptimizerError(f"is {tuple(value.shape)}, and its parameter is cut into {tuple(parameter.shape)}")
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         raise OptimizerError(f"is a plain tensor of shape {tuple(value.shape)}, and its parameter is sharded")
-    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
-        raise OptimizerError("is a sum whose terms lie on different ranks")
     return _held(name, value, replace(place, cut=None))
 
 
@@ -283,7 +280,8 @@ def state_places(model: nn.Module, layout: Layout) -> dict[str, Place]:
 def _strangers(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     problems = []
-    if unknown := sum(id(parameter) not in names for parameter in held):
+    # a rank whose stages train nothing has an empty one, since optimizers refuse to have none
+    if unknown := sum(id(parameter) not in names and parameter.numel() > 0 for parameter in held):
         problems.append(f"{unknown} of its tensors are no parameters of the model")
     ids = set(map(id, held))
     if any(id(key) not in ids for key in optimizer.state):
@@ -293,7 +291,7 @@ def _strangers(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
 
 def _groups(optimizer: Optimizer, names: Mapping[int, str], canonical: Mapping[str, str]) -> Iterator[HeldGroup]:
     for group in optimizer.param_groups:
-        own = [names[id(parameter)] for parameter in group["params"]]
+        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         options = {key: value for key, value in group.items() if key != "params"}
         yield HeldGroup(tuple(canonical.get(name, name) for name in own), options)
 
@@ -312,8 +310,18 @@ def _whole_shape(part: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
 def _dense_piece(value: torch.Tensor) -> Piece:
     if not isinstance(value, DTensor):
         return Piece(Box((0,) * value.ndim, tuple(value.shape)), value.detach())
-    sizes, starts = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return Piece(Box(tuple(starts), tuple(sizes)), local(value).detach())
+    sizes, starts = list(value.shape), [0] * value.ndim
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds a part"
+    for placement, rank, ranks in zip(value.placements, coordinate, value.device_mesh.shape, strict=True):
+        if type(placement) is Shard:  # as torch.chunk does
+            chunk = -(-sizes[placement.dim] // ranks)
+            start = min(rank * chunk, sizes[placement.dim])
+            starts[placement.dim] += start
+            sizes[placement.dim] = min(chunk, sizes[placement.dim] - start)
+        elif not isinstance(placement, Replicate):
+            raise OptimizerError(f"is placed as {placement}, and pieces are cut by Shard and Replicate alone")
+    return Piece(Box(tuple(starts), tuple(sizes)), local(value.detach()))
 
 
 def _flat_pieces(flat: torch.Tensor, like: torch.Tensor, start: int) -> Iterator[Piece]:
