@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nbtrain.errors import ModelError, NbtrainError
 from nbtrain.parallel.pipeline.flow import blank, conducted
-from nbtrain.parallel.pipeline.score import Call, Meta, Score, Value
+from nbtrain.parallel.pipeline.score import Call, Meta, Passed, Score, Value
 
 Label = Value | str
 """Of a tensor: a unit's output, or the name of a parameter outside of units."""
@@ -35,9 +35,13 @@ class Twins:
         structure: The model on the meta device.
         device: Where the model lives.
         dtype: That FSDP casts parameters and inputs of units to; None leaves them.
+        counts: Whether operations are counted, which takes time.
     """
 
-    def __init__(self, structure: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, structure: nn.Module, device: torch.device, dtype: torch.dtype | None = None, *, counts: bool = False
+    ) -> None:
+        self._counts = counts
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device, self._dtype = device, dtype
         self._structure = copy.deepcopy(structure)
@@ -65,9 +69,9 @@ class Twins:
         for name, training in modes.items():
             module.get_submodule(name).training = training
         counter, watch = FlopCounterMode(display=False), _Randomness()  # type: ignore[no-untyped-call]
-        with self._mode, watch, counter:
+        with self._mode, watch, counter if self._counts else nullcontext():
             output = module(*tree_map(self._fake, args), **tree_map(self._fake, kwargs))
-        return output, float(counter.get_total_flops()), watch.seen
+        return output, float(counter.get_total_flops()) if self._counts else 0.0, watch.seen
 
     def has_trained(self, unit: str) -> bool:
         return any(parameter.requires_grad for parameter in self._structure.get_submodule(unit).parameters())
@@ -211,13 +215,17 @@ class Rehearsal:
         self._random |= random
         grown = self._twins.has_trained(unit) or bool(reads & self._grown) or bool(parameters & self._trained)
         leaves, form = tree_flatten(output)
-        metas = tuple(self._meta(unit, leaf, grown) for leaf in leaves)
+        given = tree_leaves((args, kwargs))
+        metas = tuple(self._meta(unit, leaf, grown, given) for leaf in leaves)
         self._calls.append(Call(unit, metas, form, reads, parameters, cost))
-        return self._calls[-1].output([self._blank(Value(position, index), meta) for index, meta in enumerate(metas)])
+        stand_ins = [self._blank(Value(position, index), meta, given) for index, meta in enumerate(metas)]
+        return self._calls[-1].output(stand_ins)
 
-    def _meta(self, unit: str, leaf: Any, grown: bool) -> Any:
+    def _meta(self, unit: str, leaf: Any, grown: bool, given: list[Any]) -> Any:
         if isinstance(leaf, torch.Tensor):
             return Meta(tuple(leaf.shape), leaf.dtype, grown and leaf.is_floating_point())
+        if (index := next((i for i, one in enumerate(given) if one is leaf and _is_object(one)), None)) is not None:
+            return Passed(index)
         if _holds_tensors(leaf):
             raise ModelError(
                 f"'{unit}' gives a {type(leaf).__name__} that holds tensors, and no other stage can be sent it; let it "
@@ -225,7 +233,9 @@ class Rehearsal:
             )
         return leaf
 
-    def _blank(self, value: Value, meta: Any) -> Any:
+    def _blank(self, value: Value, meta: Any, given: list[Any]) -> Any:
+        if isinstance(meta, Passed):
+            return given[meta.index]
         if not isinstance(meta, Meta):
             return meta
         made = blank(meta.shape, meta.dtype, self._device)
@@ -243,6 +253,10 @@ def _sorted_out(labels: set[Label]) -> tuple[frozenset[Value], frozenset[str]]:
 def _plain(value: Any) -> Any:
     """Objects that torch's trees do not open, as what they hold."""
     return tree_map(lambda leaf: vars(leaf) if _holds_tensors(leaf) else leaf, value)
+
+
+def _is_object(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | type)
 
 
 def _holds_tensors(leaf: Any) -> bool:
