@@ -18,7 +18,15 @@ import nbtrain as nt
 from nbtrain.plan.fields import SCHEDULES
 
 MODELS = list(pipeline_models.CASES)
-REFUSED: dict[tuple[str, str], str] = {}
+NO_BLOCKS = "{} has no repeated blocks to recompute"
+NO_CUT = "nothing in {} can be cut over tp="
+REFUSED = {
+    ("MLP", "recompute"): NO_BLOCKS.format("MLP"),
+    ("conv + BatchNorm, one Sequential", "recompute"): NO_BLOCKS.format("Sequential"),
+    ("conv + BatchNorm, one Sequential", "tp2"): NO_CUT.format("Sequential"),
+    ("conv + BatchNorm, residual", "tp2"): NO_CUT.format("ResNet"),
+    ("U-Net", "tp2"): NO_CUT.format("UNet"),
+}
 """How errors begin, by model and by what a cell's name contains."""
 
 
