@@ -29,6 +29,7 @@ from nbtrain.parallel.pipeline.flow import KEPT_SHAPES, Blanks, Flow
 from nbtrain.parallel.pipeline.partition import Partition
 from nbtrain.parallel.pipeline.rehearsal import Rehearsal, Twins
 from nbtrain.parallel.pipeline.runtime import Runtime
+from nbtrain.parallel.pipeline.skeleton import Skeleton
 from nbtrain.parallel.pipeline.stage import Microbatch, Passage, Stage, passages
 from nbtrain.parallel.pipeline.ties import Ties
 from nbtrain.parallel.pipeline.usage import StageUsage
@@ -67,7 +68,7 @@ class Pipeline:
         self._model, self._layout = model, layout
         self._units, self.partition, self._twins = units, partition, twins
         self._device, self._input_dtype = device, input_dtype
-        self._blanks = Blanks(device)
+        self._blanks, self._skeleton = Blanks(device), Skeleton(model, units)
         self._passages: dict[Any, list[Passage]] = {}
         self._runtimes: dict[tuple[bool, int], Runtime] = {}
         self._modes: tuple[bool, ...] = ()
@@ -157,7 +158,7 @@ class Pipeline:
         watched = functools.partial(self._uncounted, self._model) if is_empty else contextlib.nullcontext
 
         def forward(flow: Flow) -> torch.Tensor | None:
-            root = functools.partial(flow.run, self._model)
+            root = self._counted_once(flow)
             if not flow.is_last:
                 run_model(root, loss_fn, batch)
                 return None
@@ -166,6 +167,21 @@ class Pipeline:
         # what is computed again in backward would be so twice, or not at all where it is selective
         whole = is_empty or self._layout.plan.recompute != "none"
         return Microbatch(self._passages_of(batch, loss_fn), index, forward, watched, whole_backward=whole)
+
+    def _counted_once(self, flow: Flow) -> Callable[..., Any]:
+        """The model's forward in ``flow``; what its own code counts, it counts on the first stage of a rank only."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            again = self._skeleton.counts and not flow.begins(self.partition.begins[self._first])
+            with self._skeleton.unchanged() if again else contextlib.nullcontext():
+                return flow.run(self._model, *args, **kwargs)
+
+        return run
+
+    @functools.cached_property
+    def _first(self) -> int:
+        """The first stage of this rank."""
+        return self.partition.stages_of(self._group.rank())[0]
 
     @staticmethod
     @contextlib.contextmanager
@@ -176,7 +192,7 @@ class Pipeline:
     def _passages_of(self, batch: Batch, loss_fn: LossFn | None) -> list[Passage]:
         key = _signature(batch), self._modes
         if key not in self._passages:
-            score = Rehearsal(self._twins, self._units, self._device).run(
+            score = Rehearsal(self._twins, self._units, self._skeleton, self._device).run(
                 self._model, lambda: run_model(self._forward, loss_fn, batch)
             )
             try:
