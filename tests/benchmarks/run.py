@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cells
+import checkpoints
 import memory_tree
 import pipelines
 import start
@@ -27,7 +28,7 @@ from table import conditions, render, rewrite
 
 PRIVATE = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")  # no number may depend on them
 README = Path(__file__).parents[2] / "README.md"
-ALL = ["start", "cells", "steps", "pipelines", "update", "memory"]
+ALL = ["start", "cells", "steps", "pipelines", "update", "checkpoints", "memory"]
 CACHE = Path.home() / ".cache" / "nbtrain-benchmarks" / "nbdistributed"
 
 
@@ -36,7 +37,7 @@ def main() -> None:
         os.environ.pop(name, None)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     options = _options()
-    without_peers = set(options.only) <= {"steps", "pipelines", "update", "memory"}
+    without_peers = set(options.only) <= {"steps", "pipelines", "update", "checkpoints", "memory"}
     missing = "" if without_peers else install_nbdistributed(options.peers, torch.__version__)
     benchmarks: dict[str, Callable[[], list[Row]]] = {
         "start": lambda: start.run(missing, rounds=2 if options.quick else 5),
@@ -44,6 +45,7 @@ def main() -> None:
         "steps": lambda: steps.run(rounds=4 if options.quick else 20),
         "pipelines": lambda: pipelines.run(rounds=4 if options.quick else 12),
         "update": lambda: update.run(*((2,) if options.quick else ())),
+        "checkpoints": lambda: checkpoints.run(*((2,) if options.quick else ())),
         "memory": memory_tree.run,
     }
     rows = []
