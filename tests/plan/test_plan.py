@@ -210,7 +210,6 @@ def test_replicas_are_counted_by_either_degree() -> None:
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
-        (Plan(pp=2), "pp=2"),
         (Plan(zero=0, algorithm="qadam"), "algorithm='qadam'"),
         (Plan(hierarchical=True), "hierarchical=True"),
     ],

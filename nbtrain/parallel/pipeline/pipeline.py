@@ -26,10 +26,11 @@ from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import Loss, LossFn, compute_loss, run_model
 from nbtrain.parallel.pipeline import reduction
-from nbtrain.parallel.pipeline.flow import Blanks, Flow
+from nbtrain.parallel.pipeline.flow import KEPT_SHAPES, Blanks, Flow
 from nbtrain.parallel.pipeline.partition import Partition
 from nbtrain.parallel.pipeline.rehearsal import Rehearsal, Twins
 from nbtrain.parallel.pipeline.runtime import Runtime
+from nbtrain.parallel.pipeline.skeleton import Skeleton
 from nbtrain.parallel.pipeline.stage import Microbatch, Passage, Stage, passages
 from nbtrain.parallel.pipeline.ties import Ties
 from nbtrain.parallel.pipeline.usage import StageUsage
@@ -37,15 +38,13 @@ from nbtrain.parallel.totals import Tally
 from nbtrain.parallel.uneven import StandIn, silent, uncounted, zeroed
 from nbtrain.parallel.usage import leaves
 from nbtrain.plan import Plan
+from nbtrain.plan.pipeline import num_microbatches
 from nbtrain.planner.schedule import Schedule
 from nbtrain.planner.schedules import forward_only, make_schedule
 
 _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Schedules that were begun on a group, by whatever model: ranks number messages by it, so that none of a schedule that
 ended in the middle is taken for one of a later."""
-
-DEFAULT_ROUNDS = 4
-"""Microbatches a step and rank, where the plan leaves them open: the bubble is then at most 1/4 of the rest."""
 
 
 class Pipeline:
@@ -74,10 +73,9 @@ class Pipeline:
         self._model, self._layout = model, layout
         self._units, self.partition, self._twins = units, partition, twins
         self._device, self._input_dtype = device, input_dtype
-        self._blanks = Blanks(device)
+        self._blanks, self._skeleton = Blanks(device), Skeleton(model, units)
         self._passages: dict[Any, list[Passage]] = {}
         self._runtimes: dict[tuple[bool, int], Runtime] = {}
-        self._num_last: int | None = None
         self._modes: tuple[bool, ...] = ()
         self._begun = 0
         self._is_real = False  # whether any microbatch of the step had a sample
@@ -91,7 +89,7 @@ class Pipeline:
         self._count()
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
-        count = self._num_last = self._num_microbatches(chunk)
+        count = num_microbatches(self._layout.plan)
         self._modes = tuple(module.training for module in self._model.modules())
         parts = chunk.chunks(count, uneven=True)
         losses: list[Loss] = []
@@ -162,10 +160,6 @@ class Pipeline:
 
     # microbatches
 
-    def _num_microbatches(self, chunk: Batch) -> int:
-        plan = self._layout.plan
-        return plan.num_microbatches or DEFAULT_ROUNDS * plan.pp
-
     def _microbatch(
         self,
         part: Batch,
@@ -179,13 +173,30 @@ class Pipeline:
         watched = functools.partial(self._uncounted, self._model) if is_empty else contextlib.nullcontext
 
         def forward(flow: Flow) -> torch.Tensor | None:
-            root = functools.partial(flow.run, self._model)
+            root = self._counted_once(flow)
             if not flow.is_last:
                 run_model(root, loss_fn, batch)
                 return None
             return finish(compute_loss(root, loss_fn, batch), is_empty)
 
-        return Microbatch(self._passages_of(batch, loss_fn), index, forward, watched, whole_backward=is_empty)
+        # what is computed again in backward would be so twice, or not at all where it is selective
+        whole = is_empty or self._layout.plan.recompute != "none"
+        return Microbatch(self._passages_of(batch, loss_fn), index, forward, watched, whole_backward=whole)
+
+    def _counted_once(self, flow: Flow) -> Callable[..., Any]:
+        """The model's forward in ``flow``; what its own code counts, it counts on the first stage of a rank only."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            again = self._skeleton.counts and not flow.begins(self.partition.begins[self._first])
+            with self._skeleton.unchanged() if again else contextlib.nullcontext():
+                return flow.run(self._model, *args, **kwargs)
+
+        return run
+
+    @functools.cached_property
+    def _first(self) -> int:
+        """The first stage of this rank."""
+        return self.partition.stages_of(self._group.rank())[0]
 
     @staticmethod
     @contextlib.contextmanager
@@ -196,7 +207,7 @@ class Pipeline:
     def _passages_of(self, batch: Batch, loss_fn: LossFn | None) -> list[Passage]:
         key = _signature(batch), self._modes
         if key not in self._passages:
-            score = Rehearsal(self._twins, self._units, self._device).run(
+            score = Rehearsal(self._twins, self._units, self._skeleton, self._device).run(
                 self._model, lambda: run_model(self._forward, loss_fn, batch)
             )
             try:
@@ -207,6 +218,8 @@ class Pipeline:
                     "pp=1, or name other modules in split=[...]"
                 ) from problem
             self._require_held(found := passages(score, starts))
+            if len(self._passages) >= KEPT_SHAPES:
+                self._passages.clear()
             self._passages[key] = found
         return self._passages[key]
 
@@ -237,8 +250,8 @@ class Pipeline:
         return self._layout.mesh.get_group("pp")
 
     def schedule(self) -> Schedule:
-        """Of a step; the last one's number of microbatches where the plan leaves that open."""
-        return schedule_of(self._layout.plan, self._num_last)
+        """Of a step."""
+        return schedule_of(self._layout.plan, None)
 
     def _runtime(self, backward: bool, count: int) -> Runtime:
         key = backward, count
@@ -270,10 +283,9 @@ class Pipeline:
             yield self._model.get_submodule(prefix), key
 
 
-def schedule_of(plan: Plan, num_microbatches: int | None) -> Schedule:
-    """The schedule of a plan; None takes as many microbatches as are its default."""
-    count = num_microbatches or plan.num_microbatches or DEFAULT_ROUNDS * plan.pp
-    return make_schedule(plan.schedule, plan.pp, count, plan.num_virtual_stages)
+def schedule_of(plan: Plan, count: int | None) -> Schedule:
+    """The schedule of a plan with that many microbatches; None takes the plan's number."""
+    return make_schedule(plan.schedule, plan.pp, count or num_microbatches(plan), plan.num_virtual_stages)
 
 
 def _rooted(divisor: float, losses: list[Loss], loss: Loss, is_empty: bool) -> torch.Tensor:

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtrain.errors import ModelError, NbtrainError
 from nbtrain.parallel.pipeline.flow import blank, conducted
-from nbtrain.parallel.pipeline.score import Call, Meta, Score, Value
+from nbtrain.parallel.pipeline.score import Call, Meta, Passed, Score, Value
+from nbtrain.parallel.pipeline.skeleton import Skeleton
+
+_SMALL = 0.02
 
 Label = Value | str
 """Of a tensor: a unit's output, or the name of a parameter outside of units."""
@@ -34,14 +38,21 @@ class Twins:
         structure: The model on the meta device.
         device: Where the model lives.
         dtype: That FSDP casts parameters and inputs of units to; None leaves them.
+        counts: Whether operations are counted, which takes time.
     """
 
-    def __init__(self, structure: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, structure: nn.Module, device: torch.device, dtype: torch.dtype | None = None, *, counts: bool = False
+    ) -> None:
+        self._counts = counts
+        self._meta = structure
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device, self._dtype = device, dtype
         self._structure = copy.deepcopy(structure)
         made: dict[int, torch.Tensor] = {}
         for module in self._structure.modules():
+            if isinstance(module, _BatchNorm):  # which refuses single samples that those of other ranks go with
+                module.forward = _unchanged  # type: ignore[method-assign, assignment]
             for slots in (module._parameters, module._buffers):
                 for name, tensor in slots.items():
                     if tensor is not None:
@@ -58,13 +69,43 @@ class Twins:
             args: Real tensors.
             kwargs: Too.
         """
-        module = self._structure.get_submodule(unit)
-        for name, training in modes.items():
-            module.get_submodule(name).training = training
+        try:
+            return self._run_fake(unit, modes, args, kwargs)
+        except Exception:  # of shapes that depend on values, and of kernels that know no fake tensors
+            return self._run_constant(unit, modes, args, kwargs)
+
+    def _run_fake(
+        self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, float, bool]:
+        module = _in_modes(self._structure.get_submodule(unit), modes)
         counter, watch = FlopCounterMode(display=False), _Randomness()  # type: ignore[no-untyped-call]
-        with self._mode, watch, counter:
+        with self._mode, watch, counter if self._counts else nullcontext():
             output = module(*tree_map(self._fake, args), **tree_map(self._fake, kwargs))
-        return output, float(counter.get_total_flops()), watch.seen
+        return output, float(counter.get_total_flops()) if self._counts else 0.0, watch.seen
+
+    def _run_constant(
+        self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, float, bool]:
+        """A real forward of one unit, whose weights are one number, on inputs that are one too."""
+        module = copy.deepcopy(self._meta.get_submodule(unit))
+        made: dict[int, Any] = {}
+        for part in module.modules():
+            for slots in (part._parameters, part._buffers):
+                for name, tensor in slots.items():
+                    if tensor is not None and tensor.is_meta:
+                        slots[name] = made.setdefault(id(tensor), self._constant(tensor))
+        watch = _Randomness()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=[]), watch:
+            output = _in_modes(module, modes)(*tree_map(_tame, args), **tree_map(_tame, kwargs))
+        # operations were not counted: most of them are the weights', by each position of the input
+        cost = 2.0 * sum(one.numel() for one in module.parameters())
+        return output, cost * _num_positions((args, kwargs)), watch.seen
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = _SMALL if tensor.is_floating_point() else 0
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made = torch.full(tensor.shape, value, dtype=dtype, device=self._device)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     def has_trained(self, unit: str) -> bool:
         return any(parameter.requires_grad for parameter in self._structure.get_submodule(unit).parameters())
@@ -79,6 +120,28 @@ class Twins:
         dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=self._device)
+
+
+def _in_modes(module: nn.Module, modes: dict[str, bool]) -> nn.Module:
+    for name, training in modes.items():
+        module.get_submodule(name).training = training
+    return module
+
+
+def _tame(value: Any) -> Any:
+    """A blank is of NaNs, by which code may choose nothing."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return torch.nan_to_num(value, nan=_SMALL) if is_float else value
+
+
+def _num_positions(given: Any) -> int:
+    """Of the first activation: the elements of all dims but the last."""
+    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1)
+    return next((leaf.shape[:-1].numel() for leaf in tensors), 1)
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -159,11 +222,12 @@ class Rehearsal:
     Args:
         twins: Of the units.
         units: By name.
+        skeleton: What is around them.
         device: Where the model lives.
     """
 
-    def __init__(self, twins: Twins, units: dict[str, nn.Module], device: torch.device) -> None:
-        self._twins, self._units, self._device = twins, units, device
+    def __init__(self, twins: Twins, units: dict[str, nn.Module], skeleton: Skeleton, device: torch.device) -> None:
+        self._twins, self._units, self._skeleton, self._device = twins, units, skeleton, device
         self._labels = _Labels()
         self._tracker = _Tracker(self._labels)
         self._calls: list[Call] = []
@@ -177,10 +241,13 @@ class Rehearsal:
             for name, (tensor, trains) in parameters.items():
                 self._labels.add(tensor, {name})
                 self._trained |= {name} if trains else set()
-            with torch.no_grad(), conducted(self), self._tracker:
+            with self._skeleton.unchanged(self._is_grown), torch.no_grad(), conducted(self), self._tracker:
                 output = forward()
         reads, names = _sorted_out(self._labels.of(tree_leaves(_plain(output))))
         return Score(tuple(self._calls), reads, names, self._random or self._tracker.random)
+
+    def _is_grown(self, tensor: torch.Tensor) -> bool:
+        return any(isinstance(label, Value) for label in self._labels.of([tensor]))
 
     def conduct(self, forward: Callable[[], Any]) -> Any:
         return forward()
@@ -196,7 +263,7 @@ class Rehearsal:
             raise
         except Exception as problem:
             raise ModelError(
-                f"the shape of what '{unit}' gives could not be found without running it ({type(problem).__name__}: "
+                f"the shape of what '{unit}' gives could not be found without its weights ({type(problem).__name__}: "
                 f"{problem}); type pp=1, or cut what depends on values out of it"
             ) from problem
         finally:
@@ -204,13 +271,17 @@ class Rehearsal:
         self._random |= random
         grown = self._twins.has_trained(unit) or bool(reads & self._grown) or bool(parameters & self._trained)
         leaves, form = tree_flatten(output)
-        metas = tuple(self._meta(unit, leaf, grown) for leaf in leaves)
+        given = tree_leaves((args, kwargs))
+        metas = tuple(self._meta(unit, leaf, grown, given) for leaf in leaves)
         self._calls.append(Call(unit, metas, form, reads, parameters, cost))
-        return self._calls[-1].output([self._blank(Value(position, index), meta) for index, meta in enumerate(metas)])
+        stand_ins = [self._blank(Value(position, index), meta, given) for index, meta in enumerate(metas)]
+        return self._calls[-1].output(stand_ins)
 
-    def _meta(self, unit: str, leaf: Any, grown: bool) -> Any:
+    def _meta(self, unit: str, leaf: Any, grown: bool, given: list[Any]) -> Any:
         if isinstance(leaf, torch.Tensor):
             return Meta(tuple(leaf.shape), leaf.dtype, grown and leaf.is_floating_point())
+        if (index := next((i for i, one in enumerate(given) if one is leaf and _is_object(one)), None)) is not None:
+            return Passed(index)
         if _holds_tensors(leaf):
             raise ModelError(
                 f"'{unit}' gives a {type(leaf).__name__} that holds tensors, and no other stage can be sent it; let it "
@@ -218,7 +289,9 @@ class Rehearsal:
             )
         return leaf
 
-    def _blank(self, value: Value, meta: Any) -> Any:
+    def _blank(self, value: Value, meta: Any, given: list[Any]) -> Any:
+        if isinstance(meta, Passed):
+            return given[meta.index]
         if not isinstance(meta, Meta):
             return meta
         made = blank(meta.shape, meta.dtype, self._device)
@@ -236,6 +309,10 @@ def _sorted_out(labels: set[Label]) -> tuple[frozenset[Value], frozenset[str]]:
 def _plain(value: Any) -> Any:
     """Objects that torch's trees do not open, as what they hold."""
     return tree_map(lambda leaf: vars(leaf) if _holds_tensors(leaf) else leaf, value)
+
+
+def _is_object(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | type)
 
 
 def _holds_tensors(leaf: Any) -> bool:
