@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 BLOCK = 2  # steps between two turns
 WARM_UP = 2  # turns
 SETUP = """
-import sys, time
+import sys, time, warnings
+warnings.simplefilter("ignore")  # FSDP2 warns of in-place operations that the model does not have
 sys.path.insert(0, {here!r})
 import plain_pipeline
 from gpt import GPT, make_batch, token_mean
