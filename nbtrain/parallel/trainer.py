@@ -180,8 +180,10 @@ class Trainer:
         Collective.
         """
         require_all_ranks("Trainer.state_dict")
-        self._stepper.require_whole()
-        return full_state_dict(self.model, self._stepper.layout)
+        layout = self._stepper.layout
+        if layout.shards or layout.shards_update or layout.peers is not None or layout.stages is not None:
+            self._stepper.require_whole()
+        return full_state_dict(self.model, layout)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a whole model's state, as `state_dict` gives it; each rank keeps its part.
