@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -217,7 +217,7 @@ def _fit_state(trainer: Trainer, manifest: Manifest, table: Metadata, facts: Map
                 if told is None:
                     entries[key] = facts["optimizer"]["state"][saved][key][0]
                     continue
-                dtype = _dtype(told, manifest.tensors[saved], parameter)
+                dtype = _dtype(key, told, manifest.tensors[saved], parameter)
                 value = _room(optimizer, group, parameter, key, tuple(told["shape"]), dtype, places[own])
                 entries[key] = value
                 try:
@@ -228,10 +228,19 @@ def _fit_state(trainer: Trainer, manifest: Manifest, table: Metadata, facts: Map
                 _want(fit, table, state_item(saved, key), held, f"state '{key}' of '{name}'")
 
 
-def _dtype(told: Mapping[str, Any], weights: Mapping[str, Any], parameter: torch.Tensor) -> torch.dtype:
-    """That of the checkpoint; state that has its parameter's follows the parameter."""
+def _dtype(key: str, told: Mapping[str, Any], weights: Mapping[str, Any], parameter: torch.Tensor) -> torch.dtype:
+    """That of the checkpoint; state that has its parameter's follows the parameter.
+
+    But for what is no number for each element: a count of steps in bfloat16 ends at 256.
+    """
     saved: torch.dtype = getattr(torch, told["dtype"])
-    return parameter.dtype if told["dtype"] == weights["dtype"] else saved
+    follows = told["dtype"] == weights["dtype"] and not _is_scalar(key, told["shape"], weights["shape"])
+    return parameter.dtype if follows else saved
+
+
+def _is_scalar(key: str, shape: Sequence[int], weights: Sequence[int]) -> bool:
+    """Whether an entry of the state is one number for all elements of its parameter, which may have one itself."""
+    return len(shape) == 0 and (len(weights) > 0 or key == "step")
 
 
 def _lies_elsewhere(parameter: torch.Tensor, result: Any) -> bool:
@@ -249,7 +258,7 @@ def _room(
     place: Place,
 ) -> torch.Tensor:
     """A tensor for one entry of the state: the optimizer's own where it can stay."""
-    scalar = shape == () and (place.shape(parameter) != () or key == "step")
+    scalar = _is_scalar(key, shape, place.shape(parameter))
     alike = not scalar and shape == place.shape(parameter)
     size = tuple(parameter.shape) if alike else shape
     own = optimizer.state.get(parameter, {}).get(key)
