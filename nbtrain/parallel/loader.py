@@ -38,6 +38,7 @@ class Loader:
         self._options = options
         self._done = 0
         self._resumed = True
+        self._turns = 0
         self.epoch = 0
 
     def __new__(cls, *args: Any, **options: Any) -> Loader:
@@ -61,15 +62,15 @@ class Loader:
         if not self._resumed:
             self.epoch += 1
             self._done = 0
-        self._resumed = False
-        plan: Plan | None = None
-        while plan is not self._plan:  # laid out anew on the way: this rank's share is another from here on
-            plan = self._plan
+        turns = -1
+        # on the way it may be laid out anew, so that this rank's share is another, or be put somewhere else
+        while turns != self._turns:
+            turns, self._resumed = self._turns, False
             for batch in self._remaining():
                 # before the batch is used: a position that is saved after its step is behind it
                 self._done += 1
                 yield batch
-                if plan is not self._plan:
+                if turns != self._turns:
                     break
 
     def misfit(self, plan: Plan) -> str:
@@ -92,20 +93,25 @@ class Loader:
             plan: Resolved.
         """
         self._plan = plan
+        self._turns += 1
 
     def state_dict(self) -> dict[str, int]:
         """The position: epoch and batches taken of it."""
         return {"epoch": self.epoch, "batches": self._done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Makes the next iteration go on at a saved position, on any number of ranks with the same batch size."""
+        """Goes on at a saved position, on any number of ranks with the same batch size.
+
+        The iteration that runs does so with its next batch; where none does, the next one.
+        """
         self.epoch, self._done = int(state["epoch"]), int(state["batches"])
         self._resumed = True
+        self._turns += 1
         if self._done >= len(self):
             self.epoch, self._done = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration begin ``epoch``. Not needed: iterations count."""
+        """Makes the next iteration begin ``epoch``, or the one that runs. Not needed: iterations count."""
         self.load_state_dict({"epoch": epoch, "batches": 0})
 
     def _remaining(self) -> Iterator[Any]:

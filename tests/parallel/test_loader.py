@@ -115,6 +115,19 @@ def test_a_finished_epoch_is_not_begun_again() -> None:
     assert taken(other) == taken(loader)
 
 
+def test_a_loop_goes_on_where_it_is_put_on_the_way() -> None:
+    loader = nt.loader(numbers(8), nt.Plan(), batch_size=2, shuffle=False)
+    seen, back = [], {"epoch": 0, "batches": 1}
+    for (batch,) in loader:
+        seen.append(int(batch[0]) // 2)
+        if len(seen) == 4:  # the last one of the epoch
+            loader.load_state_dict(back)
+    assert seen == [0, 1, 2, 3, 1, 2, 3]
+    assert loader.state_dict() == {"epoch": 0, "batches": 4}
+    assert len(taken(loader)) == 4
+    assert loader.epoch == 1
+
+
 def test_the_global_random_state_is_left_alone() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
