@@ -88,6 +88,11 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         assert torch.equal(subject.state_dict()["tokens.weight"], weights["tokens.weight"])
         with pytest.raises(CheckpointError, match=r"was not written: .*(Not a directory|File exists).* \(on rank 0\)"):
             subject.export_weights(file / "below.safetensors")
+        for name in (".", "", tmp_path):
+            with pytest.raises(CheckpointError, match=r"was not written: it is a folder; give a file in it: '.*model"):
+                subject.export_weights(name)
+        with pytest.raises(CheckpointError, match=r"'a.*b' was not written: ValueError: .*null"):
+            subject.export_weights("a\0b")
 
     run_ranks(on_rank, 2)
 

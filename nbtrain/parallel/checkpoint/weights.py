@@ -18,7 +18,7 @@ from nbtrain.parallel import mesh
 from nbtrain.parallel.cell import require_all_ranks, say
 from nbtrain.parallel.checkpoint import safetensors, storage
 from nbtrain.parallel.checkpoint.contents import parameter_names
-from nbtrain.parallel.checkpoint.together import attempt, gather, require_all, told
+from nbtrain.parallel.checkpoint.together import attempt, gather, require_all
 from nbtrain.parallel.pieces import Box, Held, aliases, held_parameters
 
 if TYPE_CHECKING:
@@ -31,7 +31,10 @@ def export_weights(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     stepper = trainer._stepper
     stepper.require_whole()
     held = held_parameters(trainer.model, stepper.layout)
-    everyone = gather(storage.extents(held, set(held) - parameter_names(trainer)))
+    place, problem = attempt(lambda: _place(path)) if mesh.rank() == 0 else (None, "")
+    answers = gather((problem, storage.extents(held, set(held) - parameter_names(trainer))))
+    require_all(f"'{path}' was not written", [answer[0] for answer in answers])
+    everyone = [answer[1] for answer in answers]
     table = {name: extent for extents in reversed(everyone) for name, extent in extents.items()}
     specs = {name: (extent.shape, extent.dtype) for name, extent in table.items()}
     names, problem = attempt(lambda: safetensors.ordered(specs))
@@ -39,10 +42,10 @@ def export_weights(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     assert names is not None, "nothing failed"
     whole = _whole(names, specs, held, storage.assign(everyone))
     metadata = {"format": "pt", "aliases": json.dumps(aliases(trainer.model, stepper.layout))}
-    problem = _write(Path(path), specs, metadata, whole) if mesh.rank() == 0 else ""
+    problem = "" if place is None else attempt(lambda: _write(place, specs, metadata, whole))[1]
     for _ in whole:  # after an error too: the other ranks send
         pass
-    require_all(f"{path} was not written", gather(problem))
+    require_all(f"'{path}' was not written", gather(problem))
 
 
 def import_weights(trainer: Trainer, path: str | os.PathLike[str], *, strict: bool = True) -> None:
@@ -105,13 +108,25 @@ def _part(whole: torch.Tensor, box: Box) -> torch.Tensor:
     return whole
 
 
+def _place(path: str | os.PathLike[str]) -> Path:
+    """Where the file goes; its folder is made.
+
+    Raises:
+        CheckpointError: It cannot be a file's name.
+    """
+    place = Path(path)
+    if not place.name or place.is_dir():
+        raise CheckpointError(f"it is a folder; give a file in it: {os.fspath(place / 'model.safetensors')!r}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return place
+
+
 def _write(
     path: Path, specs: Mapping[str, safetensors.Spec], metadata: Mapping[str, str], whole: Iterator[torch.Tensor]
-) -> str:
-    """Why it failed; "" where it did not. The file gets its name when it is on the disk."""
+) -> None:
+    """The file gets its name when it is on the disk; where that fails, nothing stays."""
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with hidden.open("wb") as file:
             writer = safetensors.Writer(file, specs, metadata)
             for tensor in whole:
@@ -119,11 +134,10 @@ def _write(
             file.flush()
             os.fsync(file.fileno())
         os.replace(hidden, path)
-    except OSError as problem:
+    except BaseException:
         with contextlib.suppress(OSError):
             hidden.unlink()
-        return told(problem)
-    return ""
+        raise
 
 
 def _fit(
