@@ -212,11 +212,12 @@ class Trainer:
         It holds the model and the optimizer's state, under the names of the model before it was laid out; scheduler,
         positions of `loader`'s loaders, random states of every rank, and what the next step needs beside. It is whole
         on the disk before it gets its name, and ``directory/latest`` names it then: a crash or a full disk at any
-        moment leaves the earlier ones as they were. A checkpoint of the same step is replaced.
+        moment leaves the earlier ones as they were. This trainer's own of the same step is replaced, and its own alone
+        are removed by ``keep``, also those of the trainer whose checkpoint it has loaded; others' stay.
 
         Args:
             directory: That all ranks share. Made where it is missing.
-            keep: How many checkpoints stay there, the newest; None: all.
+            keep: How many of them stay there, the newest; None: all.
             blocking: False returns as soon as this rank's share was copied to host memory, and writes it while
                 training goes on. The next `save`, or ``wait()`` of what is returned, tells whether that failed.
             extra: Plain data of your own (numbers, text, tensors, lists, tuples, dicts), which `load` returns. Rank
@@ -226,7 +227,8 @@ class Trainer:
             A handle: ``path``, ``done``, ``wait()``.
 
         Raises:
-            CheckpointError: On every rank, where one could not write; nothing half-made stays.
+            CheckpointError: On every rank, where one could not write; nothing half-made stays. Or another model's
+                checkpoint of the same step is there.
             OptimizerError: The optimizer's state cannot be described by names.
         """
         from nbtrain.parallel.checkpoint.saving import save  # DCP takes half a second to import

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import data, endless, train, trainer
+from layouts import data, endless, momentum, train, trainer
 from ranks import run_ranks
 
 from nbtrain.errors import CheckpointError
-from nbtrain.parallel.checkpoint import saving, storage
+from nbtrain.parallel.checkpoint import folder, saving, storage
 
 
 def test_it_holds_the_state_at_the_call(tmp_path: Path) -> None:
@@ -46,6 +46,34 @@ def test_it_holds_the_state_at_the_call(tmp_path: Path) -> None:
             assert names == ["latest", "step-00000005", "step-00000006.2"]
             assert (tmp_path / "latest").read_text() == "step-00000006.2\n"
         dist.barrier()
+
+    run_ranks(on_rank, 2)
+
+
+def test_two_trainers_save_to_one_directory_at_once(tmp_path: Path) -> None:
+    """Each removes what it wrote itself, before; who loads one goes on with it."""
+
+    def on_rank() -> None:
+        first, second = trainer("zero=0", 0), trainer("zero=1", 1)
+        for _ in range(4):
+            handles = [subject.save(tmp_path, blocking=False, keep=1) for subject in (first, second)]
+            paths = [handle.wait() for handle in handles]
+            dist.barrier()
+            assert sorted(folder.numbered(tmp_path)) == sorted(paths)
+            dist.barrier()
+        first.load(tmp_path)
+        assert (tmp_path / "latest").read_text().strip() in {path.name for path in paths}
+        third = trainer("zero=3", 2)
+        third.load(paths[0])
+        assert set(folder.numbered(tmp_path)) == set(paths)
+        path = third.save(tmp_path, keep=1).path
+        assert set(folder.numbered(tmp_path)) == {path, paths[1]}
+        other = trainer("zero=0", 0, make=lambda: torch.nn.Linear(2, 2), optimizer=momentum)
+        with pytest.raises(CheckpointError, match=r"same step and of another model \(Model, .* Linear; 'bias' diff"):
+            other.save(tmp_path)
+        mask = torch.full((2,), 40_000, dtype=torch.uint16)
+        assert torch.equal(first.load(first.save(tmp_path, extra={"mask": mask}))["mask"], mask)
+        assert not list(tmp_path.glob(".*"))
 
     run_ranks(on_rank, 2)
 

@@ -110,10 +110,11 @@ def test_a_full_disk(tmp_path: Path) -> None:
         small, large = linear(8, "zero=3"), linear(500, "zero=3")  # 1 MB of weights
         step(small)
         step(large)
+        step(large)
         saved = small.save(directory)
         if not mounted and dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        with pytest.raises(CheckpointError, match=r"the checkpoint of step 1 was not written: .*(No space|too large)"):
+        with pytest.raises(CheckpointError, match=r"the checkpoint of step 2 was not written: .*(No space|too large)"):
             large.save(directory)
         with pytest.raises(CheckpointError, match=r"No space|too large"):
             large.save(directory, blocking=False).wait()

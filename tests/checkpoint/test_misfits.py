@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import nn
 
 import nbtrain as nt
 from nbtrain.errors import CheckpointError, SessionError, UsageError
+from nbtrain.parallel.checkpoint import folder
 
 
 class Changed(Model):
@@ -108,6 +111,22 @@ def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"has format 99, .* upgrade it"):
             subject.load(tmp_path / "later")
         subject.load(path)
+        subject.load(tmp_path / "run" / "latest")
+        # a neighbour's damage is not this one's; what fails behind the rename does not undo it
+        (tmp_path / "mixed" / "latest").mkdir(parents=True, exist_ok=True)
+        with pytest.raises(CheckpointError, match=r"latest is a directory, where the name of .*; rename it"):
+            subject.save(tmp_path / "mixed")
+        subject.save(tmp_path / "near").path.joinpath("nbtrain.json").write_text("{")
+        point, folder._point = folder._point, _failing
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            second = subject.save(tmp_path / "near", keep=1).path
+        folder._point = point
+        assert second.joinpath("nbtrain.json").is_file()
+        assert ("is whole, but latest may name an older one" in out.getvalue()) == (rank == 0)
+        third = subject.save(tmp_path / "near", keep=1).path
+        assert [entry.name for entry in folder.numbered(tmp_path / "near")] == [third.name]
+        subject.load(tmp_path / "near")
         # damage that shows when everything is read
         if rank == 0:
             shutil.copytree(path, tmp_path / "rotten")
@@ -123,6 +142,10 @@ def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
         assert subject.step(*batch) > 0
 
     run_ranks(on_rank, 2)
+
+
+def _failing(*args: Any) -> None:
+    raise PermissionError(13, "Permission denied")
 
 
 class Counting(nn.Module):

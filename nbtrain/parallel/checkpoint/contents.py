@@ -90,6 +90,8 @@ def facts(trainer: Trainer, optimizer: HeldOptimizer, extra: Mapping[str, Any]) 
     stepper = trainer._stepper
     scheduler, draws, settled = stepper.scheduler, stepper.layout.draws, stepper._settled
     return {
+        "trainer": trainer._disk.trainer_id,
+        "saved_ns": time.time_ns(),
         "step": stepper.phase.num_steps,
         "part": mesh.data_coordinate(trainer.plan, mesh.rank()),
         "random": random_state(trainer._device),
@@ -164,10 +166,16 @@ def plain(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def packed(facts: Mapping[str, Any]) -> bytes:
-    """What `plain` gave, as bytes."""
+    """What `plain` gave, as bytes: by torch.save, since pickle loses tensors of some dtypes."""
     file = io.BytesIO()
     torch.save(dict(facts), file)
     return file.getvalue()
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """What `packed` was given."""
+    facts: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
+    return facts
 
 
 def manifest(trainer: Trainer, facts: Mapping[str, Any], everyone: list[Extents]) -> Manifest:
@@ -181,7 +189,8 @@ def manifest(trainer: Trainer, facts: Mapping[str, Any], everyone: list[Extents]
     names = [group["names"] for group in facts["optimizer"]["groups"]]
     return Manifest(
         versions={"nbtrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        saved_ns=time.time_ns(),
+        saved_ns=facts["saved_ns"],
+        trainer=facts["trainer"],
         step=facts["step"],
         plan=trainer.plan.to_dict(),
         world_size=len(everyone),

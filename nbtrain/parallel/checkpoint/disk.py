@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import secrets
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,16 +18,18 @@ class Disk:
     """Of one trainer. A rank that takes a lost one's place begins with an empty one.
 
     Attributes:
+        trainer_id: Tells whose a checkpoint is; rank 0's counts.
         saving: The last checkpoint that was begun and of which the ranks have not agreed that it is there; or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer_id: str = "") -> None:
+        self.trainer_id = trainer_id or secrets.token_hex(8)
         self.saving: Saving | None = None
         self._loaders: list[weakref.ref[Loader]] = []
         self._positions: list[Mapping[str, int]] = []
 
     def __reduce__(self) -> Any:
-        return Disk, ()
+        return Disk, (self.trainer_id,)
 
     def know(self, loader: Loader) -> Loader:
         """Its position is saved; where a checkpoint was loaded before it was made, it goes on where one like it was."""

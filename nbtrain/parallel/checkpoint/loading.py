@@ -92,15 +92,17 @@ def load(trainer: Trainer, path: str | os.PathLike[str], *, strict: bool = True)
     _require_fit(where, manifest, [answer[1] for answer in answers], strict)
     _read(trainer, where, reader, table, fit)
     _take(trainer, manifest, facts, fit)
+    if manifest.trainer and not any(answer[1][1] for answer in answers):
+        trainer._disk.trainer_id = manifest.trainer  # goes on with what that one began
     return dict(facts["extra"])
 
 
 def _found(path: Path) -> Path:
     """The same checkpoint on every rank. Collective."""
     found, problem = attempt(lambda: folder.find(path)) if mesh.rank() == 0 else (None, "")
-    answers = gather((None if found is None else found.relative_to(path), problem))
-    require_all("nothing was loaded", answers[0][1:] if len(answers) == 1 else [answer[1] for answer in answers])
-    return path / str(answers[0][0])
+    answers = gather((None if found is None else os.path.relpath(found, path), problem))
+    require_all("nothing was loaded", [answer[1] for answer in answers])
+    return Path(os.path.normpath(path / answers[0][0]))
 
 
 def _opened(where: Path) -> tuple[Manifest, storage.Reader, Metadata, dict[str, Any]]:

@@ -24,7 +24,7 @@ class Manifest:
     Attributes:
         format: Of the files.
         versions: ``{"nbtrain", "torch", "python"}`` that wrote it.
-        saved_ns: When, in nanoseconds since 1970.
+        saved_ns: When, in nanoseconds since 1970, by rank 0's clock.
         step: Optimizer steps done.
         plan: That it was trained by, as ``Plan.to_dict`` gives it, and
         world_size: on how many ranks.
@@ -38,6 +38,7 @@ class Manifest:
         scheduler: Class, or None.
         loaders: ``{"batch_size", "batches"}`` of those made by the trainer, in order.
         files: Size of each file in bytes.
+        trainer: By whom: random, and taken over by who loads it; "" of older ones.
     """
 
     versions: Mapping[str, str]
@@ -54,6 +55,12 @@ class Manifest:
     loaders: list[dict[str, int]]
     files: Mapping[str, int] = field(default_factory=dict)
     format: int = FORMAT
+    trainer: str = ""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the model's tensors, by name."""
+        return {name: tuple(told["shape"]) for name, told in self.tensors.items()}
 
     def write(self, directory: Path) -> None:
         """Puts it on the disk, with the sizes of the files that are there."""

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbtrain.errors import CheckpointError, UsageError
 from nbtrain.parallel import mesh
-from nbtrain.parallel.cell import require_all_ranks
+from nbtrain.parallel.cell import require_all_ranks, say
 from nbtrain.parallel.checkpoint import contents, folder, storage
+from nbtrain.parallel.checkpoint.folder import Published
 from nbtrain.parallel.checkpoint.manifest import Manifest
 from nbtrain.parallel.checkpoint.storage import Extents
 from nbtrain.parallel.checkpoint.together import attempt, gather, host, require_all, told
@@ -45,6 +46,7 @@ class Report(NamedTuple):
     name: str
     problem: str
     path: str | None  # where it is the rank that finished it
+    warning: str  # of what failed when the checkpoint was there
 
 
 @dataclass
@@ -80,8 +82,8 @@ class Draft:
             self, tensors={name: replace(self.tensors[name], pieces=tuple(parts)) for name, parts in copies.items()}
         )
 
-    def write(self) -> Path | None:
-        """Writes this rank's share; where it is the last one, finishes the checkpoint and gives its path."""
+    def write(self) -> Published | None:
+        """Writes this rank's share; where it is the last one, finishes the checkpoint and tells where it is."""
         if not self.directory.is_dir():
             raise CheckpointError(
                 f"{host()} has no {self.directory}, which rank 0 made; give a directory that all ranks share"
@@ -93,7 +95,7 @@ class Draft:
         os.replace(partial, note)
         return self.finish()
 
-    def finish(self) -> Path | None:
+    def finish(self) -> Published | None:
         """Finishes the checkpoint where all have written and nobody else does."""
         notes = [self.directory / _NOTE.format(rank) for rank in range(len(self.everyone))]
         if not all(note.exists() for note in notes):
@@ -109,7 +111,7 @@ class Draft:
             note.unlink()
         marker.rmdir()
         self.manifest.write(self.directory)
-        return folder.publish(self.directory, self.keep)
+        return folder.publish(self.directory, self.manifest, self.keep)
 
 
 class Saving:
@@ -130,7 +132,7 @@ class Saving:
         self._draft: Draft | None = draft
         self._begun = time.perf_counter()
         self._path: Path | None = None
-        self._problem = ""
+        self._problem = self._warning = ""
         self._thread: threading.Thread | None = None
         self._agreed = False
         _active.add(self.name)
@@ -185,7 +187,7 @@ class Saving:
     def report(self) -> Report | None:
         """To tell the other ranks, behind `join`; None where this rank was interrupted before it had written."""
         finished = None if self._path is None else self._path.name
-        return None if self.seconds is None else Report(self.name, self._problem, finished)
+        return None if self.seconds is None else Report(self.name, self._problem, finished, self._warning)
 
     def agree(self, reports: list[Report | None]) -> None:
         """Ends what all ranks began; where some did not, nothing becomes of it. Collective in the rarest case.
@@ -197,28 +199,32 @@ class Saving:
         else:
             self._problem = _joined([report.problem for report in reports if report is not None])
         if not self._problem:
-            self._settle([report.path for report in reports if report is not None])
+            self._settle([report for report in reports if report is not None])
         self._drop()
 
-    def _settle(self, paths: list[str | None]) -> None:
-        if not any(paths):
-            path, problem = attempt(self._finish_late) if mesh.rank() == 0 else (None, "")
-            answers = gather((None if path is None else path.name, problem))
-            paths, self._problem = [answer[0] for answer in answers], answers[0][1]
-        names = [path for path in paths if path]
-        if names:
-            self._path = self._directory.with_name(names[0])
+    def _settle(self, reports: list[Report]) -> None:
+        if not any(report.path for report in reports):
+            if mesh.rank() == 0:
+                _, self._problem = attempt(self._finish_late)
+            reports = [report for report in gather(self.report()) if report is not None]
+            self._problem = reports[0].problem
+        for report in reports:
+            if report.path:
+                self._path = self._directory.with_name(report.path)
+            if report.warning:
+                say(report.warning)
 
-    def _finish_late(self) -> Path:
+    def _finish_late(self) -> None:
         assert self._draft is not None, "it is kept until ranks agree"
-        if (path := self._draft.finish()) is None:
+        if (published := self._draft.finish()) is None:
             raise CheckpointError(f"{self._directory} lacks the notes of some ranks")
-        return path
+        self._path, self._warning = published
 
     def _run(self) -> None:
         assert self._draft is not None, "it has not been dropped"
         try:
-            self._path = self._draft.write()
+            if (published := self._draft.write()) is not None:
+                self._path, self._warning = published
         except Exception as problem:  # all ranks raise it, when they agree
             self._problem = told(problem)
         self.seconds = time.perf_counter() - self._begun
@@ -283,35 +289,34 @@ def _draft(trainer: Trainer, directory: Path, keep: int | None, extra: Mapping[s
     held, second = attempt(lambda: _told(trainer, extra))
     mine = (problem or second, None if made is None else made.name, None if held is None else held[1:])
     reports = gather(mine)
-    plan, third = attempt(lambda: _merged(trainer, reports)) if not any(report[0] for report in reports) else (None, "")
-    problems = [report[0] or third for report in reports]
+    plan, problems = None, [report[0] for report in reports]
+    if not any(problems):
+        plan, problem = attempt(lambda: _merged(trainer, directory, reports))
+        problems = gather(problem)
     if any(problems) and made is not None:
         folder.remove(made)
     require_all("no checkpoint was begun", problems)
     assert held is not None, "nothing failed"
     assert plan is not None, "nothing failed"
-    facts, manifest, everyone = plan
-    return Draft(
-        directory / reports[0][1],
-        rank,
-        held[0],
-        everyone,
-        storage.assign(everyone),
-        contents.packed(facts) if rank == 0 else None,
-        manifest,
-        keep,
-    )
+    plain, manifest, everyone = plan
+    trainer._disk.trainer_id = manifest.trainer
+    return Draft(directory / reports[0][1], rank, held[0], everyone, storage.assign(everyone), plain, manifest, keep)
 
 
-def _told(trainer: Trainer, extra: Mapping[str, Any] | None) -> tuple[Mapping[str, Held], Extents, dict[str, Any]]:
+def _told(trainer: Trainer, extra: Mapping[str, Any] | None) -> tuple[Mapping[str, Held], Extents, bytes]:
     found = contents.contents(trainer, extra)
-    return found.tensors, storage.extents(found.tensors, found.copies), contents.plain(found.facts)
+    return found.tensors, storage.extents(found.tensors, found.copies), contents.packed(contents.plain(found.facts))
 
 
-def _merged(trainer: Trainer, reports: list[Any]) -> tuple[dict[str, Any], Manifest, list[Extents]]:
+def _merged(trainer: Trainer, directory: Path, reports: list[Any]) -> tuple[bytes | None, Manifest, list[Extents]]:
+    """What is no tensor, on rank 0, which looks into the directory too."""
     everyone = [report[2][0] for report in reports]
-    facts = contents.merged([report[2][1] for report in reports])
-    return facts, contents.manifest(trainer, facts, everyone), everyone
+    facts = contents.merged([contents.unpacked(report[2][1]) for report in reports])
+    manifest = contents.manifest(trainer, facts, everyone)
+    if mesh.rank() != 0:
+        return None, manifest, everyone
+    folder.require_same_model(directory, manifest)
+    return contents.packed(facts), manifest, everyone
 
 
 def _joined(problems: list[str]) -> str:
