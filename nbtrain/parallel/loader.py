@@ -50,6 +50,19 @@ class Loader:
     def batch_size(self) -> int:
         return self._order.batch_size
 
+    @property
+    def traits(self) -> dict[str, int]:
+        """What a loader has in common with one that gives the same batches of as large a dataset, in the same order."""
+        order = self._order
+        return {
+            "batch_size": self.batch_size,
+            "length": len(self),
+            "num_samples": order.num_samples,
+            "shuffle": order.shuffle,
+            "seed": order.seed,
+            "drop_last": order.drop_last,
+        }
+
     def __repr__(self) -> str:
         share = f"{self.batch_size} samples a batch over {self._plan.dp} rank{'s' * (self._plan.dp > 1)}"
         return f"<Loader: {share}, {len(self)} batches an epoch>"
@@ -160,6 +173,11 @@ class UnevenLoader(Loader):
     @property
     def batch_size(self) -> int:
         return self._order.batch_size * self._plan.dp
+
+    @property
+    def traits(self) -> dict[str, int]:
+        """Of all ranks' together: how many samples this one has says nothing of the others."""
+        return {key: value for key, value in super().traits.items() if key != "num_samples"}
 
     def __len__(self) -> int:
         """Batches an epoch: of the rank that has most."""

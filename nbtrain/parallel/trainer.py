@@ -240,7 +240,8 @@ class Trainer:
 
         With the plan that it was saved by losses go on bit for bit: random states, loaders and the fp16 scale too.
         With another one they are within rounding, and each rank takes the random states of the first rank that took
-        the same share of batches. A loader that is made later goes on where the one of the same number was.
+        the same share of batches. Positions go to loaders of the same sizes, seed and order of samples, to the first
+        one first; a loader that is made later goes on there too.
 
         Args:
             path: A checkpoint, or a directory of some, whose latest is taken.

@@ -51,7 +51,7 @@ def test_one_error_lists_all(tmp_path: Path) -> None:
             "the model has no 'positions.weight'",
             "its optimizer is AdamW, and the trainer's SGD",
             "its scheduler is none, and the trainer's StepLR",
-            "its loader 0 has 4 batches of 16 samples, and the trainer's 2 of 32",
+            "its loader 0 has batch_size=16, length=4, and the trainer's batch_size=32, length=2",
         ):
             assert part in told
         assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
@@ -63,6 +63,23 @@ def test_one_error_lists_all(tmp_path: Path) -> None:
         subject.load(saved, strict=False)
         assert subject.num_steps == 1
         assert not subject.optimizer.state
+        # positions go to loaders that are alike, in whatever order they are made
+        subject, sizes = trainer("zero=1", 0), ({"seed": 3}, {"shuffle": False}, {})
+        loaders = [subject.loader(data(), batch_size=16, **options) for options in sizes]
+        for number, one in enumerate(loaders):
+            one.load_state_dict({"epoch": 0, "batches": number})
+        subject.save(tmp_path / "three")
+        other = trainer("zero=1", 1)
+        loaders = [other.loader(data(), batch_size=16, **options) for options in reversed(sizes[1:])]
+        other.load(tmp_path / "three")
+        loaders.append(other.loader(data(), batch_size=16, seed=3))
+        assert [one.state_dict()["batches"] for one in loaders] == [2, 1, 0]
+        kept = other.loader(data(80), batch_size=16, seed=4)
+        del loaders[0]
+        with pytest.raises(CheckpointError, match=r"loader 2 has length=4, num_samples=64, seed=0, .* seed=4; strict"):
+            other.load(tmp_path / "three")
+        other.load(tmp_path / "three", strict=False)
+        assert kept.state_dict()["batches"] == 0
         with pytest.raises(UsageError, match="keep=0 must be a number"):
             subject.save(tmp_path, keep=0)
 

@@ -116,7 +116,7 @@ def facts(trainer: Trainer, optimizer: HeldOptimizer, extra: Mapping[str, Any]) 
 
 def position(loader: Loader) -> dict[str, int]:
     """Where a loader is, and what tells whether another one is like it."""
-    return {**loader.state_dict(), "batch_size": loader.batch_size, "length": len(loader)}
+    return {**loader.state_dict(), **loader.traits}
 
 
 def merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def manifest(trainer: Trainer, facts: Mapping[str, Any], everyone: list[Extents]
         extra_states=list(facts["extra_states"]),
         optimizer={"class": class_name(trainer.optimizer), "groups": names, "state": state},
         scheduler=None if scheduler is None else class_name(scheduler),
-        loaders=[{key: held[key] for key in ("batch_size", "length")} for held in facts["loaders"]],
+        loaders=facts["loaders"],
     )
 
 

@@ -8,8 +8,8 @@
       .step-00000140.HOST.PID.BORN.TOKEN/       being written; removed by a later save where that process is dead
       .old.TOKEN/                               being removed
 
-A second checkpoint of one step is ``step-00000120.2``; the first is removed when it is there. Only what the same trainer
-has written before is removed: several may save to one directory, also at once.
+A second checkpoint of one step is ``step-00000120.2``; the first is removed when it is there. Only what the same
+trainer has written before is removed: several may save to one directory, also at once.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from nbtrain.parallel import gradients, mesh
 from nbtrain.parallel.cell import require_all_ranks, say
 from nbtrain.parallel.checkpoint import contents, folder, storage
 from nbtrain.parallel.checkpoint.contents import class_name, model_item, parameter_names, state_item
+from nbtrain.parallel.checkpoint.disk import Position, matched, spelled
 from nbtrain.parallel.checkpoint.manifest import Manifest
 from nbtrain.parallel.checkpoint.saving import settle
 from nbtrain.parallel.checkpoint.together import attempt, gather, host, require_all
@@ -123,7 +124,7 @@ def _fit(
     _fit_model(trainer, manifest, table, fit)
     if not (gaps := _optimizer_gaps(trainer, manifest)):
         _fit_state(trainer, manifest, table, facts, fit)
-    fit.gaps += [*gaps, *_scheduler_gaps(trainer, manifest), *_loader_gaps(trainer, manifest)]
+    fit.gaps += [*gaps, *_scheduler_gaps(trainer, manifest), *_loader_gaps(trainer, facts["loaders"])]
     return fit
 
 
@@ -188,15 +189,19 @@ def _scheduler_gaps(trainer: Trainer, manifest: Manifest) -> list[str]:
     return [f"its scheduler is {manifest.scheduler or 'none'}, and the trainer's {own or 'none'}"]
 
 
-def _loader_gaps(trainer: Trainer, manifest: Manifest) -> list[str]:
+def _loader_gaps(trainer: Trainer, positions: list[Position]) -> list[str]:
+    """Loaders without a position, beside positions without a loader: what was meant is another one."""
+    loaders = trainer._disk.living_loaders()
+    found, left = matched(loaders, positions), list(enumerate(positions))
+    for position in found:
+        if position is not None:
+            left.remove(next(one for one in left if one[1] is position))
     gaps = []
-    for number, (loader, saved) in enumerate(zip(trainer._disk.living_loaders(), manifest.loaders, strict=False)):
-        now = (loader.batch_size, len(loader))
-        if now != (saved["batch_size"], saved["length"]):
-            gaps.append(
-                f"its loader {number} has {saved['length']} batches of {saved['batch_size']} samples, and the "
-                f"trainer's {now[1]} of {now[0]}"
-            )
+    alone = [loader.traits for loader, position in zip(loaders, found, strict=True) if position is None]
+    for now, (number, saved) in zip(alone, left, strict=False):
+        keys = [key for key in now if saved.get(key, now[key]) != now[key]]
+        before, own = ({key: traits[key] for key in keys} for traits in (saved, now))
+        gaps.append(f"its loader {number} has {spelled(before)}, and the trainer's {spelled(own)}")
     return gaps
 
 
@@ -314,8 +319,7 @@ def _take(trainer: Trainer, manifest: Manifest, facts: Mapping[str, Any], fit: F
         _take_optimizer(trainer.optimizer, fit.state, facts["optimizer"]["groups"])
     if facts["scheduler"] is not None and not _scheduler_gaps(trainer, manifest):
         stepper.scheduler.load_state_dict(facts["scheduler"])
-    if not _loader_gaps(trainer, manifest):
-        trainer._disk.take_positions(facts["loaders"])
+    trainer._disk.take_positions(facts["loaders"])
     _take_progress(trainer, facts)
     _take_random(trainer, manifest, facts)
     if stepper.mirror is not None:

@@ -36,7 +36,7 @@ class Manifest:
         optimizer: ``{"class", "groups": [names], "state": {name: {key: {"shape", "dtype"} | None}}}``; None is plain
             data.
         scheduler: Class, or None.
-        loaders: ``{"batch_size", "batches"}`` of those made by the trainer, in order.
+        loaders: Of those made by the trainer, in order: ``{"epoch", "batches"}``, where it is, and ``Loader.traits``.
         files: Size of each file in bytes.
         trainer: By whom: random, and taken over by who loads it; "" of older ones.
     """
