@@ -107,7 +107,7 @@ def make_room(twin: Optimizer, estate: Estate, catalog: Catalog, model: nn.Modul
     for parameter in (parameter for group in twin.param_groups for parameter in group["params"]):
         own = names[id(parameter)]
         name = canonical.get(own, own)
-        if isinstance(model, ShardedUpdate) and not parameter.numel():
+        if isinstance(model, ShardedUpdate) and not parameter.numel() and all(catalog[name,].shape):
             continue  # it lies on other ranks
         for key in keys.get(name, ()):
             try:

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import nbtrain as nt
 from nbtrain.errors import CheckpointError
+from nbtrain.parallel.checkpoint.numbers import fits
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=12)
 
@@ -66,6 +67,8 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     del weights["norm.weight"]
     safetensors.torch.save_file({**weights, "bias": torch.zeros(3), "more": torch.zeros(2)}, file)
     safetensors.torch.save_file({**weights, "more": torch.zeros(2)}, tmp_path / "partial.safetensors")
+    tied = {**Model().state_dict(), "seen": torch.zeros(()), "head.weight": torch.ones(46, 16)}
+    safetensors.torch.save_file(tied, tmp_path / "untied.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:-40])
     (tmp_path / "long.safetensors").write_bytes(struct.pack("<Q", 10**12) + b"{}")
 
@@ -78,9 +81,19 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
             ("cut", "is cut off"),
             ("long", "header would have 1000000000000 bytes"),
             ("missing", "No such file"),
+            (
+                "untied",
+                r"'seen' is torch\.float32 and must be torch\.int64; its 'tokens.weight' and 'head.weight' diff",
+            ),
         ):
             with pytest.raises(CheckpointError, match=words):
                 subject.import_weights(tmp_path / f"{name}.safetensors")
+        with pytest.raises(
+            CheckpointError, match=r"is a folder; give one .* \(it has cut\.safetensors, .* make one fir"
+        ):
+            subject.import_weights(tmp_path)
+        with pytest.raises(CheckpointError, match="is a table of several files; of a model"):
+            subject.import_weights(tmp_path / "model.safetensors.index.json")
         assert all(torch.equal(value, before[name]) for name, value in subject.state_dict().items())
         with pytest.raises(CheckpointError, match=r"it lacks 'norm.weight'; the model has no 'more'; strict=False"):
             subject.import_weights(tmp_path / "partial.safetensors")
@@ -124,3 +137,11 @@ def test_every_kind_of_number(tmp_path: Path) -> None:
         other.load(subject.save(tmp_path / "run"))
 
     run_ranks(on_rank, 1, group=False)
+
+
+def test_numbers_are_rounded_and_nothing_else() -> None:
+    taken = (("float32", "bfloat16"), ("complex128", "complex64"), ("uint8", "int16"), ("int8", "int64"))
+    refused = (("int64", "int8"), ("int8", "uint64"), ("int8", "bool"), ("complex64", "float32"), ("float32", "int64"))
+    for pairs, expected in ((taken, True), (refused, False)):
+        for saved, own in pairs:
+            assert fits(getattr(torch, saved), getattr(torch, own)) is expected, (saved, own)

@@ -4,6 +4,7 @@
 
     folder     numbered directories, `latest`, what crashes leave behind
     contents   what a checkpoint has beside tensors
+    numbers    which dtypes take which
     storage    pieces of tensors as DCP's items: who writes what, who reads what
     saving     save: all ranks or none, now or behind the training
     loading    load: everything fits, or nothing is changed

@@ -26,6 +26,7 @@ from nbtrain.parallel.checkpoint import contents, folder, storage
 from nbtrain.parallel.checkpoint.contents import class_name, model_item, parameter_names, state_item
 from nbtrain.parallel.checkpoint.disk import Position, matched, spelled
 from nbtrain.parallel.checkpoint.manifest import Manifest
+from nbtrain.parallel.checkpoint.numbers import fits
 from nbtrain.parallel.checkpoint.saving import settle
 from nbtrain.parallel.checkpoint.together import attempt, gather, host, require_all
 from nbtrain.parallel.phase import Phase, Stage
@@ -147,7 +148,7 @@ def _want(fit: Fit, table: Metadata, item: str, held: Held, told: str) -> None:
         fit.problems.append(f"its table lacks {told}")
     elif tuple(entry.size) != held.shape:
         fit.problems.append(f"{told} is {tuple(entry.size)} and must be {held.shape}")
-    elif entry.properties.dtype.is_floating_point != held.dtype.is_floating_point:
+    elif not fits(entry.properties.dtype, held.dtype):
         fit.problems.append(f"{told} is {entry.properties.dtype} and must be {held.dtype}")
     elif storage.missing(table, item, held):
         fit.problems.append(f"its files lack a part of {told}")
@@ -217,7 +218,8 @@ def _fit_state(trainer: Trainer, manifest: Manifest, table: Metadata, facts: Map
                 continue  # the empty one of a rank whose stages train nothing
             name = canonical.get(own, own)
             saved = name if name in manifest.optimizer["state"] else manifest.aliases.get(name, name)
-            if saved not in manifest.optimizer["state"] or _lies_elsewhere(parameter, layout.result):
+            elsewhere = _lies_elsewhere(parameter, manifest.tensors.get(saved), layout.result)
+            if saved not in manifest.optimizer["state"] or elsewhere:
                 continue
             entries = fit.state[parameter] = {}
             for key, told in manifest.optimizer["state"][saved].items():
@@ -250,9 +252,13 @@ def _is_scalar(key: str, shape: Sequence[int], weights: Sequence[int]) -> bool:
     return len(shape) == 0 and (len(weights) > 0 or key == "step")
 
 
-def _lies_elsewhere(parameter: torch.Tensor, result: Any) -> bool:
-    """Whether ``zero=1`` has dealt all of it to other ranks: an optimizer keeps no state of such pieces."""
-    return isinstance(result, ShardedUpdate) and result.shares and parameter.numel() == 0
+def _lies_elsewhere(parameter: torch.Tensor, weights: Mapping[str, Any] | None, result: Any) -> bool:
+    """Whether ``zero=1`` has dealt all of it to other ranks: an optimizer keeps no state of such pieces.
+
+    A parameter that has no element at all is every rank's.
+    """
+    dealt = isinstance(result, ShardedUpdate) and result.shares and parameter.numel() == 0
+    return dealt and (weights is None or all(weights["shape"]))
 
 
 def _room(

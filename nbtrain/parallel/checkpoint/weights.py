@@ -18,11 +18,17 @@ from nbtrain.parallel import mesh
 from nbtrain.parallel.cell import require_all_ranks, say
 from nbtrain.parallel.checkpoint import safetensors, storage
 from nbtrain.parallel.checkpoint.contents import parameter_names
+from nbtrain.parallel.checkpoint.numbers import fits
 from nbtrain.parallel.checkpoint.together import attempt, gather, require_all
 from nbtrain.parallel.pieces import Box, Held, aliases, held_parameters
 
 if TYPE_CHECKING:
     from nbtrain.parallel.trainer import Trainer
+
+_SEVERAL = (
+    "of a model in several files make one first: type safetensors.torch.save_file({name: tensor for file in files for "
+    "name, tensor in safetensors.torch.load_file(file).items()}, 'whole.safetensors') and import that"
+)
 
 
 def export_weights(trainer: Trainer, path: str | os.PathLike[str]) -> None:
@@ -54,9 +60,9 @@ def import_weights(trainer: Trainer, path: str | os.PathLike[str], *, strict: bo
     stepper = trainer._stepper
     stepper.require_whole()
     held = held_parameters(trainer.model, stepper.layout)
-    file, problem = attempt(lambda: safetensors.Reader(Path(path)))
+    file, problem = attempt(lambda: _opened(Path(path)))
     found, problems, gaps = ({}, [], []) if file is None else _fit(trainer, held, file)
-    names = set(found.values()) | set(aliases(trainer.model, stepper.layout))
+    names = {*held, *found.values()} | set(aliases(trainer.model, stepper.layout))
     answers = gather((problem, problems, gaps, names))
     require_all("nothing was imported", [answer[0] for answer in answers])
     assert file is not None, "nothing failed"
@@ -66,6 +72,19 @@ def import_weights(trainer: Trainer, path: str | os.PathLike[str], *, strict: bo
     require_all(f"{path} was imported in part", gather(problem))
     if stepper.mirror is not None:
         stepper.mirror_again()
+
+
+def _opened(path: Path) -> safetensors.Reader:
+    """Raises `CheckpointError` for what a model may lie in, and is not one file of this format."""
+    if path.suffix == ".json":
+        raise CheckpointError(f"{path} is a table of several files; {_SEVERAL}")
+    if path.is_dir():
+        files = ", ".join(sorted(entry.name for entry in path.glob("*.safetensors"))[:4]) or "none"
+        raise CheckpointError(
+            f"{path} is a folder; give one safetensors file in it (it has {files}), or give trainer.load what "
+            f"trainer.save was given; {_SEVERAL}"
+        )
+    return safetensors.Reader(path)
 
 
 def _whole(
@@ -151,14 +170,28 @@ def _fit(
     found, problems, gaps = {}, [], []
     for name, one in held.items():
         candidates = [name, *others.get(name, ()), *([theirs[name]] if name in theirs else [])]
-        there = next((candidate for candidate in candidates if candidate in file.entries), None)
-        if there is None:
+        present = list(dict.fromkeys(candidate for candidate in candidates if candidate in file.entries))
+        if not present:
             gaps.append(f"it lacks '{name}'")
-        elif file.entries[there].shape != one.shape:
-            problems.append(f"'{there}' is {file.entries[there].shape} and must be {one.shape}")
+            continue
+        there, entry = present[0], file.entries[present[0]]
+        if differ := [other for other in present[1:] if not _same(file, there, other)]:
+            gaps.append(f"its '{there}' and '{differ[0]}' differ, and the model has one tensor for both")
+        elif entry.shape != one.shape:
+            problems.append(f"'{there}' is {entry.shape} and must be {one.shape}")
+        elif not fits(entry.dtype, one.dtype):
+            problems.append(f"'{there}' is {entry.dtype} and must be {one.dtype}")
         else:
             found[name] = there
     return found, problems, gaps
+
+
+def _same(file: safetensors.Reader, first: str, second: str) -> bool:
+    """By bytes: a NaN is like itself."""
+    entries = file.entries[first], file.entries[second]
+    if entries[0].shape != entries[1].shape or entries[0].dtype != entries[1].dtype:
+        return False
+    return torch.equal(*(file.tensor(name).flatten().view(torch.uint8) for name in (first, second)))
 
 
 def _require_fit(
