@@ -144,6 +144,7 @@ def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
         third = subject.save(tmp_path / "near", keep=1).path
         assert [entry.name for entry in folder.numbered(tmp_path / "near")] == [third.name]
         subject.load(tmp_path / "near")
+        bias = subject.state_dict()["bias"][:3].numpy().tobytes()
         # damage that shows when everything is read
         if rank == 0:
             shutil.copytree(path, tmp_path / "rotten")
@@ -152,6 +153,15 @@ def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
         dist.barrier()
         with pytest.raises(CheckpointError, match="was loaded in part, and no step can be taken until a load succeeds"):
             subject.load(tmp_path / "rotten")
+        if rank == 0:
+            shutil.copytree(path, tmp_path / "flipped")
+            data_file = tmp_path / "flipped" / "__0_0.distcp"
+            stored = data_file.read_bytes()
+            assert bias in stored
+            data_file.write_bytes(stored.replace(bias, bytes([bias[0] ^ 1]) + bias[1:]))
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged behind byte \d+: the checksum of"):
+            subject.load(tmp_path / "flipped")
         batch = next(iter(subject.loader(data(), batch_size=16)))
         with pytest.raises(SessionError, match="was loaded in part; load it again, or another one"):
             subject.step(*batch)

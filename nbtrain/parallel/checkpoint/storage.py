@@ -10,11 +10,12 @@ import dataclasses
 import io
 import itertools
 import pickle
+import zipfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -154,7 +155,7 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """DCP's, which reads what several items need once, and runs no code that a file names."""
+    """DCP's, which reads what several items need once, looks whether it is as it was written, and runs no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The table of contents.
@@ -179,8 +180,8 @@ class Reader(FileSystemReader):
         for file, in_file in itertools.groupby(items, key=lambda item: place(item)[0]):
             with (Path(self.path) / file).open("rb") as stream:
                 for (_, offset, length), alike in itertools.groupby(in_file, key=place):
-                    stream.seek(offset)
-                    tensor = torch.load(io.BytesIO(stream.read(length)), map_location="cpu", weights_only=True)
+                    stored = _intact(stream, offset, length)
+                    tensor = torch.load(stored, map_location="cpu", weights_only=True)
                     for item in alike:
                         planner.resolve_tensor(item).copy_(_narrowed(tensor, item.storage_offsets, item.lengths))
         done: Future[None] = Future()
@@ -191,9 +192,29 @@ class Reader(FileSystemReader):
         """The item that is no tensor."""
         info: Any = table.storage_data[MetadataIndex(PLAIN)]
         with (Path(self.path) / info.relative_path).open("rb") as stream:
-            stream.seek(info.offset)
-            plain: dict[str, Any] = torch.load(io.BytesIO(stream.read(info.length)), weights_only=True)
+            plain: dict[str, Any] = torch.load(_intact(stream, info.offset, info.length), weights_only=True)
             return plain
+
+
+def _intact(stream: BinaryIO, offset: int, length: int) -> io.BytesIO:
+    """What torch.save wrote, a zip archive whose checksums torch.load does not look at.
+
+    Raises:
+        CheckpointError: Some of it is not what was written.
+    """
+    stream.seek(offset)
+    stored = io.BytesIO(stream.read(length))
+    try:
+        with zipfile.ZipFile(stored) as archive:
+            damaged = archive.testzip()
+    except zipfile.BadZipFile as problem:
+        raise CheckpointError(f"{stream.name} is damaged behind byte {offset}: {problem}") from problem
+    if damaged is not None:
+        raise CheckpointError(
+            f"{stream.name} is damaged behind byte {offset}: the checksum of {damaged} is another one"
+        )
+    stored.seek(0)
+    return stored
 
 
 def read(reader: Reader, table: Metadata, wanted: Mapping[str, tuple[str, Held]]) -> None:
