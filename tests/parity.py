@@ -1,6 +1,7 @@
 """Holds a plan against one device: output, losses, every gradient, every parameter and buffer, elementwise.
 
-One device is a plain torch loop in the same process, written without nbtrain: the whole batch at once.
+One device is a plain torch loop in the same process, written without nbtrain: the whole batch at once, or microbatch
+by microbatch where batch normalisation makes that another function.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 import nbtrain as nt
@@ -53,6 +55,7 @@ class Run:
     """What a training run is, beside its plan."""
 
     steps: int = 3
+    batch: int = BATCH  # samples, of all ranks together
     accumulate: int = 1
     grad_clip: float | None = None
     sizes: tuple[int, ...] | None = None  # of each rank's share; None: equal ones
@@ -89,18 +92,23 @@ def check_case(case: models.Case, spec: str, run: Run, tolerance: Tolerance) -> 
     reference = _reference(case, run, trainer)
     layout = trainer._stepper.layout
     optimizer = run.optimizer(reference.parameters())
-    if run.autocast is None:
+    if run.autocast is None and plan.pp == 1:  # a stage alone has no output
         _compare("output", _forward(reference, case), _forward(trainer.model, case), tolerance)
     generator = torch.Generator().manual_seed(SEED)
     for step in range(run.steps):
-        batch = case.batch(generator, BATCH)
-        expected = _plain_step(reference, optimizer, case, batch, run, layout.dp)
+        batch = case.batch(generator, run.batch)
+        expected = _plain_step(reference, optimizer, case, _cut(batch, reference, run, trainer.plan), run)
         part = data_coordinate(trainer.plan, rank())
         positional, named = _arguments(_share(batch, run, part, layout.dp))
         loss = trainer.step(*positional, **named)
         _compare(f"loss {step}", expected, loss, tolerance)
         _compare_gradients(reference, trainer, step, tolerance)
     _compare_states(reference.state_dict(), trainer.state_dict(), tolerance)
+    if plan.pp > 1:
+        # half a batch: shapes that training has not seen
+        batch = case.batch(generator, run.batch // 2)
+        share = _part(batch, layout.dp, data_coordinate(trainer.plan, rank()))
+        _compare("evaluation", _plain_evaluation(reference, case, batch), trainer.evaluate([share]), tolerance)
 
 
 def _reference(case: models.Case, run: Run, trainer: nt.Trainer) -> nn.Module:
@@ -150,13 +158,18 @@ def _forward(model: nn.Module, case: models.Case) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
+def _plain_evaluation(model: nn.Module, case: models.Case, batch: Any) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        value, weight = _plain_loss(model, case, batch)
+    return value / weight
+
+
 def _plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, case: models.Case, batch: Any, run: Run, dp: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: models.Case, chunks: list[Any], run: Run
 ) -> torch.Tensor:
     """One step of a plain loop: chunk by chunk, where a chunk is what all ranks compute at a time."""
     optimizer.zero_grad()
-    shares = [_share(batch, run, part, dp) for part in range(dp)]
-    chunks = [_join([_chunk(share, run, index) for share in shares]) for index in range(run.accumulate)]
     compute = model if run.autocast is None else _autocast(model, run.autocast)
     losses = [_plain_loss(compute, case, chunk) for chunk in chunks]
     total = sum(value for value, _ in losses) / sum(weight for _, weight in losses)
@@ -188,14 +201,33 @@ def _plain_loss(model: Callable[..., Any], case: models.Case, batch: Any) -> tup
     return loss * size, size
 
 
+def _cut(batch: Any, model: nn.Module, run: Run, plan: nt.Plan) -> list[Any]:
+    """The global batch as one device takes it: chunks, and in them microbatches where statistics are of each."""
+    counts = [run.accumulate]
+    if plan.pp > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        assert plan.num_microbatches is not None, "the case says them"
+        counts.append(plan.num_microbatches)
+    # each rank cuts its own share
+    shares = [_split(_share(batch, run, part, plan.dp), counts) for part in range(plan.dp)]
+    return [_join(list(parts)) for parts in zip(*shares, strict=True)]
+
+
 def _share(batch: Any, run: Run, part: int, dp: int) -> Any:
     """What data-parallel rank ``part`` of ``dp`` gets."""
-    sizes = run.sizes or (BATCH // dp,) * dp
+    sizes = run.sizes or (run.batch // dp,) * dp
     return tree_map(lambda tensor: tensor.split(sizes)[part], batch)
 
 
-def _chunk(batch: Any, run: Run, index: int) -> Any:
-    return tree_map(lambda tensor: tensor.tensor_split(run.accumulate)[index], batch)
+def _split(batch: Any, counts: list[int]) -> list[Any]:
+    """Into ``counts[0]`` parts, each of these into ``counts[1]``, and so on."""
+    if not counts:
+        return [batch]
+    parts = [_part(batch, counts[0], index) for index in range(counts[0])]
+    return [piece for part in parts for piece in _split(part, counts[1:])]
+
+
+def _part(batch: Any, count: int, index: int) -> Any:
+    return tree_map(lambda tensor: tensor.tensor_split(count)[index], batch)
 
 
 def _join(batches: list[Any]) -> Any:

@@ -170,7 +170,9 @@ class Pipeline:
                 return None
             return finish(compute_loss(root, loss_fn, batch), is_empty)
 
-        return Microbatch(self._passages_of(batch, loss_fn), index, forward, watched, whole_backward=is_empty)
+        # what is computed again in backward would be so twice, or not at all where it is selective
+        whole = is_empty or self._layout.plan.recompute != "none"
+        return Microbatch(self._passages_of(batch, loss_fn), index, forward, watched, whole_backward=whole)
 
     @staticmethod
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,6 +43,8 @@ class Twins:
         self._structure = copy.deepcopy(structure)
         made: dict[int, torch.Tensor] = {}
         for module in self._structure.modules():
+            if isinstance(module, _BatchNorm):  # which refuses single samples that those of other ranks go with
+                module.forward = _unchanged  # type: ignore[method-assign, assignment]
             for slots in (module._parameters, module._buffers):
                 for name, tensor in slots.items():
                     if tensor is not None:
@@ -79,6 +82,10 @@ class Twins:
         dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=self._device)
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -25,6 +25,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from nbtrain.errors import ModelError
 from nbtrain.events import EventKind
 from nbtrain.parallel.pipeline.flow import Blanks, Flow
+from nbtrain.parallel.pipeline.graph import eager
 from nbtrain.parallel.pipeline.score import Meta, Score, Value
 from nbtrain.parallel.tensor.random import Draws
 from nbtrain.telemetry.timeline import recorder
@@ -223,12 +224,10 @@ class Stage(_PipelineStageBase):
         inputs = {value: graph.inputs[value] for value in passage.with_gradient(passage.incoming)}
         kind = EventKind.BACKWARD if full_backward else EventKind.BACKWARD_INPUT
         with microbatch.watched(), _unwrapped(), self._span(kind, bwd_chunk_id):
-            if full_backward or microbatch.whole_backward or not self._splits(roots, list(inputs.values())):
-                found = stage_backward(roots, gradients, list(inputs.values())) if roots else [None] * len(inputs)
+            if full_backward or microbatch.whole_backward or not roots:
+                found = self._backward(roots, gradients, list(inputs.values()))
             else:
-                found, graph.groups = stage_backward_input(
-                    _detachable(roots), cast(Any, gradients), list(inputs.values()), iter(self._parameters())
-                )
+                found, graph.groups = self._backward_of_inputs(roots, gradients, list(inputs.values()))
         self._boxes.returned[bwd_chunk_id] = {
             value: self._gradient(value, gradient, arrived, inputs[value])
             for value, gradient in zip(inputs, found, strict=True)
@@ -258,10 +257,24 @@ class Stage(_PipelineStageBase):
         trained = [value for value, tensor in graph.outputs.items() if tensor.requires_grad and value in arrived]
         return [graph.outputs[value] for value in trained], [arrived[value] for value in trained]
 
-    def _splits(self, roots: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
-        """Whether torch can take the gradients of inputs first: of weights it finds what comes by a path that the
-        gradient of an input takes too, and loses what reaches them from an output that depends on no input."""
-        return _all_depend([root.grad_fn for root in roots], {_accumulator(tensor) for tensor in inputs})
+    def _backward(
+        self, roots: list[torch.Tensor], gradients: list[torch.Tensor | None], inputs: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        return stage_backward(roots, gradients, inputs) if roots else [None] * len(inputs)
+
+    def _backward_of_inputs(
+        self, roots: list[torch.Tensor], gradients: list[torch.Tensor | None], inputs: list[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor | None], list[dict[str, Any]] | None]:
+        """Gradients of ``inputs``, and where those of weights start from; None where all of them have come along."""
+        roots, weights = _detachable(roots), self._parameters()
+        early = eager(roots, inputs, weights)
+        known = {id(weight) for weight in early}
+        late = [weight for weight in weights if id(weight) not in known]
+        if not late or not inputs:
+            return self._backward(roots, gradients, inputs), None
+        found, groups = stage_backward_input(roots, cast(Any, gradients), [*inputs, *early], iter(late))
+        self._settle_weights()
+        return found[: len(inputs)], groups
 
     def _gradient(
         self, value: Value, found: torch.Tensor | None, arrived: Mapping[Value, torch.Tensor], like: torch.Tensor
@@ -324,38 +337,8 @@ def _hand(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _detachable(roots: list[torch.Tensor]) -> list[torch.Tensor]:
-    """torch detaches them in place, which views do not allow."""
-    return [root.clone() if root._is_view() else root for root in roots]
-
-
-def _accumulator(tensor: torch.Tensor) -> Any:
-    return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # it requires a gradient
-
-
-def _all_depend(roots: list[Any], inputs: set[Any]) -> bool:
-    """Whether in the graph below ``roots`` each of them depends on one of ``inputs``."""
-    users: dict[Any, list[Any]] = {}
-    seen, waiting = set(roots), list(roots)
-    while waiting:
-        node = waiting.pop()
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            users.setdefault(following, []).append(node)
-            if following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return set(roots) <= _upward(inputs & seen, users)
-
-
-def _upward(nodes: set[Any], users: Mapping[Any, list[Any]]) -> set[Any]:
-    found, waiting = set(nodes), list(nodes)
-    while waiting:
-        for user in users.get(waiting.pop(), ()):
-            if user not in found:
-                found.add(user)
-                waiting.append(user)
-    return found
+    """torch detaches them in place, which views do not allow, and which freezes a parameter that a unit gives."""
+    return [root.clone() if root._is_view() or root.is_leaf else root for root in roots]
 
 
 def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
