@@ -49,7 +49,7 @@ def _placement(plan: Plan, stage: int) -> str:
     # ZeRO-2 runs as FSDP that does not reshard after forward: between steps its parameters are sharded
     shards_from = 2 if stage == 3 else stage
     if plan.zero < shards_from or plan.dp_shard == 1:
-        return f"replicated: {'its part of each layer' if plan.tp > 1 else 'a whole copy'} on each rank"
+        return f"replicated: {_own_part(plan)} on each rank"
     sharded = f"sharded over {_degree(plan.dp_shard)} ranks"
     if plan.dp_replicate != 1:
         sharded += f", {_degree(plan.dp_replicate)} replicas"
@@ -57,6 +57,14 @@ def _placement(plan: Plan, stage: int) -> str:
         return sharded
     moment = "for each block's forward and backward" if plan.zero == 3 else "from forward to backward"
     return f"{sharded}; whole {moment}"
+
+
+def _own_part(plan: Plan) -> str:
+    """What of the model is on a rank where data parallelism cuts nothing."""
+    layers = "its stages' layers" if plan.pp > 1 else "each layer"
+    if plan.tp > 1:
+        return f"its part of {layers}"
+    return layers if plan.pp > 1 else "a whole copy"
 
 
 def _traffic(plan: Plan) -> str:
@@ -112,6 +120,7 @@ def _model_parallel(plan: Plan) -> list[str]:
         )
     if plan.pp > 1:
         lines.append(f"  pipeline         {plan.pp} ranks, schedule {plan.schedule}")
+        lines.append("  between stages   activations of each microbatch, and their gradients back")
     return lines
 
 
@@ -132,7 +141,7 @@ def _amounts(plan: Plan, num_parameters: int, root_parameters: int) -> list[str]
 
 def _sent(plan: Plan, moved: dict[str, float]) -> str:
     """``3.0 MiB a step: 2.0 MiB in all-gather, 1.0 MiB in reduce-scatter``."""
-    besides = "activations" if plan.tp > 1 else ""
+    besides = "activations" if plan.tp > 1 or plan.pp > 1 else ""
     if not moved:
         return besides or "nothing"
     parts = [f"{format_bytes(num_bytes)} in {name}" for name, num_bytes in moved.items()]

@@ -98,6 +98,14 @@ def test_zero_and_what_differs_from_the_defaults_is_shown() -> None:
     assert repr(Plan(zero=0, offload=["optimizer", "params"])) == "Plan(zero=0, offload='params+optimizer')"
 
 
+def test_describe_says_that_stages_hold_and_send_something() -> None:
+    text = Plan(pp=2).describe(world_size=2, num_parameters=1000)
+    assert "replicated: its stages' layers on each rank" in text
+    assert "between stages   activations of each microbatch, and their gradients back" in text
+    assert text.endswith("a rank sends     activations")
+    assert "its part of its stages' layers" in Plan(pp=2, tp=2).describe(world_size=4)
+
+
 def test_precision_recomputation_and_offload_are_described() -> None:
     text = Plan(precision="fp16", recompute=2, offload="params+activations").describe(world_size=2)
     assert "fp16 compute under a loss scale" in text
