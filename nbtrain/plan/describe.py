@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nbtrain.plan.footprint import bytes_moved, format_bytes, gathered_bytes, model_states
+from nbtrain.plan.pipeline import bubble, num_microbatches, virtual_stages
 
 if TYPE_CHECKING:
     from nbtrain.plan.plan import Plan
@@ -56,6 +57,8 @@ def _placement(plan: Plan, stage: int) -> str:
     if stage < 3:
         return sharded
     moment = "for each block's forward and backward" if plan.zero == 3 else "from forward to backward"
+    if plan.pp > 1:  # gathered for each microbatch it would move m times as much
+        moment = "from the first microbatch's forward to the last one's backward"
     return f"{sharded}; whole {moment}"
 
 
@@ -76,7 +79,8 @@ def _traffic(plan: Plan) -> str:
     if plan.zero == 1:
         scatter = f"{name}a reduce-scatter of the gradients (P elements)"
         return f"{scatter}{_across(plan)}, an all-gather of the updated parameters (P)"
-    gathers = "two all-gathers of the parameters (2P)" if plan.zero == 3 else "an all-gather of the parameters (P)"
+    twice = plan.zero == 3 and plan.pp == 1
+    gathers = "two all-gathers of the parameters (2P)" if twice else "an all-gather of the parameters (P)"
     moved = f"{name}{gathers}, a reduce-scatter of the gradients (P)"
     return moved + _across(plan)
 
@@ -119,9 +123,19 @@ def _model_parallel(plan: Plan) -> list[str]:
             f"  activations      {_TP_TRAFFIC[plan.sequence_parallel]} a layer and microbatch, of its whole output"
         )
     if plan.pp > 1:
-        lines.append(f"  pipeline         {plan.pp} ranks, schedule {plan.schedule}")
-        lines.append("  between stages   activations of each microbatch, and their gradients back")
+        lines += _pipeline(plan)
     return lines
+
+
+def _pipeline(plan: Plan) -> list[str]:
+    stages = virtual_stages(plan.schedule, plan.num_virtual_stages)
+    count = num_microbatches(plan)
+    each = f"{stages} stages each" if stages > 1 else "a stage each"
+    return [
+        f"  pipeline         {plan.pp} ranks with {each}, schedule {plan.schedule}, {count} microbatches a step",
+        f"  bubble           {bubble(plan):.3f} of the time that a rank computes, where stages take equally long",
+        "  between stages   activations forward, their gradients back, by each microbatch",
+    ]
 
 
 def _amounts(plan: Plan, num_parameters: int, root_parameters: int) -> list[str]:

@@ -47,8 +47,8 @@ def model_states(plan: Plan, num_parameters: int) -> Footprint:
 
 
 def gathered_bytes(plan: Plan, num_parameters: int) -> float:
-    """Bytes of gathered parameters at the end of forward: all of them with ``zero=2``."""
-    if plan.zero != 2 or plan.dp_shard == 1:
+    """Bytes of gathered parameters at the end of forward: all of them with ``zero=2``, and in a pipeline."""
+    if plan.zero < 2 or (plan.zero == 3 and plan.pp == 1) or plan.dp_shard == 1:
         return 0.0
     element_bytes = FP32_BYTES if plan.precision == "fp32" else FP32_BYTES // 2
     return element_bytes * num_parameters / (plan.tp * plan.pp)
@@ -72,7 +72,7 @@ def bytes_moved(plan: Plan, num_parameters: int, root_parameters: int = 0) -> di
     """The bytes of `elements_moved` by collective: ``all-gather``, ``reduce-scatter``, ``all-reduce``; without zeros.
 
     Weights and gradients travel as fp32, but FSDP gathers bf16 weights under ``precision="bf16"``. It reduces with
-    every chunk of ``accumulate=k``, so that its step moves k times as much; the others reduce once.
+    every chunk of ``accumulate=k``, so that its step moves k times as much; the others, and pipelines, reduce once.
     """
     gathers_half = plan.zero >= 2 and plan.precision != "fp32"
     widths = {"all-gather": FP32_BYTES // 2 if gathers_half else FP32_BYTES}
@@ -84,7 +84,7 @@ def _moved(plan: Plan, num_parameters: int, root_parameters: int) -> dict[str, f
     share, root = num_parameters / (plan.tp * plan.pp), root_parameters / (plan.tp * plan.pp)
     if plan.zero == 0 or plan.dp_shard == 1:
         return {"all-reduce": 2 * share * _ring(plan.dp)}
-    gathered = 2 * share - root if plan.zero == 3 else share
+    gathered = 2 * share - root if plan.zero == 3 and plan.pp == 1 else share
     return {
         "all-gather": gathered * _ring(plan.dp_shard),
         "reduce-scatter": share * _ring(plan.dp_shard),

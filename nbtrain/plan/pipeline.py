@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from typing import TYPE_CHECKING
 
 from nbtrain.errors import PlanError
+
+if TYPE_CHECKING:
+    from nbtrain.plan.plan import Plan
+
+DEFAULT_ROUNDS = 4
+"""Microbatches a step and rank, where the plan leaves them open: the bubble is then below 1/4 of the rest."""
+
+_SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
 
 _VIRTUAL_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
 """Of the schedules that fix their number; the others take 2 or more."""
@@ -91,3 +100,19 @@ def _need(schedule: str, num_ranks: int, num_microbatches: int) -> str:
 
 def _stages(number: int) -> str:
     return "1 stage" if number == 1 else f"{number} stages"
+
+
+def num_microbatches(plan: Plan) -> int:
+    """Of a step: the plan's, else its default."""
+    return plan.num_microbatches or DEFAULT_ROUNDS * plan.pp
+
+
+def bubble(plan: Plan) -> float:
+    """Idle over computing time of a rank, where stages take equally long and messages no time.
+
+    (p - 1) / (v m) with p ranks, v stages each and m microbatches (arXiv 2104.04473, section 2.2); a third of that
+    where gradients of weights fill the gaps, and take as long as those of inputs and as forwards (arXiv 2401.10241).
+    """
+    stages = virtual_stages(plan.schedule, plan.num_virtual_stages)
+    thirds = 3 if plan.schedule in _SPLIT_BACKWARD else 1
+    return (plan.pp - 1) / (stages * num_microbatches(plan) * thirds)

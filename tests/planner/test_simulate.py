@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbtrain.errors import PlanError, UsageError
+from nbtrain.plan import Plan
 from nbtrain.plan.fields import SCHEDULES
-from nbtrain.plan.pipeline import fits
+from nbtrain.plan.pipeline import bubble, fits
 from nbtrain.planner.schedules import Action, Kind, Schedule, forward_only, make_schedule, virtual_stages
 from nbtrain.planner.simulate import Simulation, simulate
 
@@ -20,11 +21,11 @@ SPLIT = ("interleaved_zero_bubble", "zbv", "dualpipev")
 
 
 def formula(name: str, p: int, m: int, v: int) -> float:
-    """Idle over busy time of equal stages (arXiv 2104.04473, section 2.2), with F = I = W.
+    """What a plan says of itself.
 
     Where the inputs' gradients travel alone, a rank waits for p - 1 single actions, and not for F, I and W of each.
     """
-    return (p - 1) / (v * m) / (3 if name in SPLIT else 1)
+    return bubble(Plan(pp=p, schedule=name, num_microbatches=m, num_virtual_stages=v))
 
 
 def require_happens_before(simulation: Simulation) -> None:

@@ -36,11 +36,9 @@ from nbtrain.parallel.totals import Tally
 from nbtrain.parallel.uneven import StandIn, silent, uncounted, zeroed
 from nbtrain.parallel.usage import leaves
 from nbtrain.plan import Plan
+from nbtrain.plan.pipeline import num_microbatches
 from nbtrain.planner.schedule import Schedule
 from nbtrain.planner.schedules import forward_only, make_schedule
-
-DEFAULT_ROUNDS = 4
-"""Microbatches a step and rank, where the plan leaves them open: the bubble is then at most 1/4 of the rest."""
 
 
 class Pipeline:
@@ -72,7 +70,6 @@ class Pipeline:
         self._blanks = Blanks(device)
         self._passages: dict[Any, list[Passage]] = {}
         self._runtimes: dict[tuple[bool, int], Runtime] = {}
-        self._num_last: int | None = None
         self._modes: tuple[bool, ...] = ()
         self._begun = 0
         self._is_real = False  # whether any microbatch of the step had a sample
@@ -85,7 +82,7 @@ class Pipeline:
         """Forward and backward of one accumulation chunk; adds to gradients, and on the last stage to ``tally``."""
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
-        count = self._num_last = self._num_microbatches(chunk)
+        count = num_microbatches(self._layout.plan)
         self._modes = tuple(module.training for module in self._model.modules())
         parts = chunk.chunks(count, uneven=True)
         losses: list[Loss] = []
@@ -146,10 +143,6 @@ class Pipeline:
             stage.clear_runtime_states()
 
     # microbatches
-
-    def _num_microbatches(self, chunk: Batch) -> int:
-        plan = self._layout.plan
-        return plan.num_microbatches or DEFAULT_ROUNDS * plan.pp
 
     def _microbatch(
         self,
@@ -224,8 +217,8 @@ class Pipeline:
         return self._layout.mesh.get_group("pp")
 
     def schedule(self) -> Schedule:
-        """Of a step; the last one's number of microbatches where the plan leaves that open."""
-        return schedule_of(self._layout.plan, self._num_last)
+        """Of a step."""
+        return schedule_of(self._layout.plan, None)
 
     def _runtime(self, backward: bool, count: int) -> Runtime:
         key = backward, count
@@ -257,10 +250,9 @@ class Pipeline:
             yield self._model.get_submodule(prefix), key
 
 
-def schedule_of(plan: Plan, num_microbatches: int | None) -> Schedule:
-    """The schedule of a plan; None takes as many microbatches as are its default."""
-    count = num_microbatches or plan.num_microbatches or DEFAULT_ROUNDS * plan.pp
-    return make_schedule(plan.schedule, plan.pp, count, plan.num_virtual_stages)
+def schedule_of(plan: Plan, count: int | None) -> Schedule:
+    """The schedule of a plan with that many microbatches; None takes the plan's number."""
+    return make_schedule(plan.schedule, plan.pp, count or num_microbatches(plan), plan.num_virtual_stages)
 
 
 def _rooted(divisor: float, losses: list[Loss], loss: Loss, is_empty: bool) -> torch.Tensor:
