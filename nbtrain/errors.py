@@ -8,6 +8,7 @@
     ├── OptimizerError (ValueError)        an optimizer that would train nothing
     ├── BatchError (ValueError)            a batch that cannot be divided
     ├── GradientError (ArithmeticError)    gradients that are not finite
+    ├── CheckpointError (RuntimeError)     a checkpoint that cannot be written, or that does not fit
     ├── CollectiveError (RuntimeError)     ranks that call different collectives, or one with different tensors
     ├── UsageError (ValueError)            a magic's line or an argument that cannot be understood
     │   └── RankSpecError                  ranks that do not exist
@@ -53,6 +54,10 @@ class BatchError(NbtrainError, ValueError):
 
 class GradientError(NbtrainError, ArithmeticError):
     """Gradients that are not finite. The weights are those of the step before."""
+
+
+class CheckpointError(NbtrainError, RuntimeError):
+    """A checkpoint that could not be written, or that does not fit what is to take it."""
 
 
 class CollectiveError(NbtrainError, RuntimeError):

@@ -114,7 +114,12 @@ def strangers(found: Belongings) -> dict[int, live.Resumable]:
 
 def _add_model(found: Belongings, key: ModelKey, module: nn.Module) -> None:
     layout = layout_of(module)
-    if layout is None or layout.mesh is None or any(model.layout is layout for model in found.models.values()):
+    if (
+        layout is None
+        or layout.mesh is None
+        or layout.gone
+        or any(model.layout is layout for model in found.models.values())
+    ):
         return
     found.models[key] = Model(layout, module.module if isinstance(module, Replica) else module)
 

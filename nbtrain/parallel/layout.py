@@ -53,6 +53,7 @@ class Layout:
         split: Which stage holds what; None without pp.
         pipeline: What takes steps of the stages; None without pp.
         compile: Whether, or by which backend, blocks are compiled.
+        gone: Why the model holds nothing any more: it was laid out anew; "" where it does.
     """
 
     plan: Plan
@@ -71,6 +72,7 @@ class Layout:
     split: Split | None = None
     pipeline: Pipeline | None = None
     compile: bool | str = False
+    gone: str = ""
     _models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property

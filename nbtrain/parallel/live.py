@@ -52,6 +52,17 @@ def track(thing: Rebindable) -> None:
     _Counts.rebindables += 1
 
 
+def tracked() -> list[Rebindable]:
+    """What `track` got and is still there."""
+    return list(_rebindables.values())
+
+
+def untrack(thing: Rebindable) -> None:
+    """Forget what `track` got."""
+    for number in [number for number, known in _rebindables.items() if known is thing]:
+        del _rebindables[number]
+
+
 def track_steps(thing: Resumable, number: int | None = None) -> None:
     """Let ``thing`` agree with its twins on the other ranks.
 

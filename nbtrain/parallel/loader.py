@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from nbtrain.parallel.transfer import broadcast, gather
 from nbtrain.plan import Plan
 
 _OURS = ("sampler", "batch_sampler", "generator")
+# of each loader the trainer that made it, where one did: what gives a batch must give the shares that a step expects
+_owners: weakref.WeakKeyDictionary[Loader, weakref.ref[object] | None] = weakref.WeakKeyDictionary()
 
 
 class Loader:
@@ -37,6 +40,11 @@ class Loader:
         self._resumed = True
         self.epoch = 0
 
+    def __new__(cls, *args: Any, **options: Any) -> Loader:
+        loader = super().__new__(cls)
+        _owners[loader] = None  # also of one that came from another rank, which nothing initialises
+        return loader
+
     @property
     def batch_size(self) -> int:
         return self._order.batch_size
@@ -54,10 +62,36 @@ class Loader:
             self.epoch += 1
             self._done = 0
         self._resumed = False
-        for batch in self._remaining():
-            # before the batch is used: a position that is saved after its step is behind it
-            self._done += 1
-            yield batch
+        plan: Plan | None = None
+        while plan is not self._plan:  # laid out anew on the way: this rank's share is another from here on
+            plan = self._plan
+            for batch in self._remaining():
+                # before the batch is used: a position that is saved after its step is behind it
+                self._done += 1
+                yield batch
+                if plan is not self._plan:
+                    break
+
+    def misfit(self, plan: Plan) -> str:
+        """Why `replan` could not go on; "" where it can.
+
+        Args:
+            plan: Resolved.
+        """
+        try:
+            _check_size(self._order, plan.dp)
+            _check_length(self._order, plan.dp)
+        except BatchError as problem:
+            return str(problem)
+        return ""
+
+    def replan(self, plan: Plan) -> None:
+        """Goes on where it is, also in the middle of an epoch, with the shares of another plan.
+
+        Args:
+            plan: Resolved.
+        """
+        self._plan = plan
 
     def state_dict(self) -> dict[str, int]:
         """The position: epoch and batches taken of it."""
@@ -90,6 +124,26 @@ class Loader:
         return DataLoader(self.dataset, batch_sampler=batches, generator=generator, **self._options)
 
 
+def own(loader: Loader, owner: object) -> Loader:
+    """Notes that ``owner`` takes the batches of ``loader``, which it returns."""
+    _owners[loader] = weakref.ref(owner)
+    return loader
+
+
+def owned_by(owner: object) -> list[Loader]:
+    """The loaders on this rank that `own` has noted."""
+    return [loader for loader, reference in _owners.items() if reference is not None and reference() is owner]
+
+
+def unowned(plan: Plan) -> list[Loader]:
+    """The loaders on this rank that nobody owns, and that give the shares of ``plan``, a resolved one."""
+    return [
+        loader
+        for loader, reference in _owners.items()
+        if reference is None and (loader._plan.dp, loader._plan.tp) == (plan.dp, plan.tp)
+    ]
+
+
 class UnevenLoader(Loader):
     """Of ranks that have datasets of their own, of any length. Ranks iterate together."""
 
@@ -104,6 +158,14 @@ class UnevenLoader(Loader):
     def __len__(self) -> int:
         """Batches an epoch: of the rank that has most."""
         return self._num_batches
+
+    def misfit(self, plan: Plan) -> str:
+        if plan.dp == self._plan.dp and data_coordinate(plan, rank()) == data_coordinate(self._plan, rank()):
+            return ""
+        return (
+            "a loader with uneven=True has a dataset of each data-parallel rank's own, and by the new plan other ranks "
+            "share one; delete the loader (del), and make another after trainer.replan"
+        )
 
     def _meet(self) -> None:
         """Tells the others how many batches this rank has. Collective."""

@@ -20,7 +20,27 @@ Part = Callable[[str, torch.Tensor], torch.Tensor]
 """This rank's part of a whole tensor, by name: what tensor parallelism leaves of it."""
 
 
-def check_same_start(deferred: Deferred, group: dist.ProcessGroup) -> None:
+class Unfilled:
+    """In the place of `Deferred`, where numbers come later: memory, and nothing in it.
+
+    Args:
+        memory: Where; None: where the parameters live.
+    """
+
+    def __init__(self, memory: torch.device | None = None) -> None:
+        self.memory = memory
+
+    def make(self, name: str, device: torch.device) -> None:
+        """No tensor."""
+
+    def digest(self) -> str:
+        return ""
+
+
+Source = Deferred | Unfilled
+
+
+def check_same_start(deferred: Source, group: dist.ProcessGroup) -> None:
     """Raises on every rank where ranks would make other weights. Collective.
 
     Raises:
@@ -42,7 +62,7 @@ def materialise_buffers(model: nn.Module, deferred: Deferred, device: torch.devi
         buffer.copy_(deferred.make(name, device))
 
 
-def materialise_shards(model: nn.Module, deferred: Deferred, device: torch.device, part: Part | None = None) -> None:
+def materialise_shards(model: nn.Module, deferred: Source, device: torch.device, part: Part | None = None) -> None:
     """Makes this rank's part of every parameter, in place, after the model was laid out on meta. Moves nothing.
 
     Args:
@@ -51,12 +71,15 @@ def materialise_shards(model: nn.Module, deferred: Deferred, device: torch.devic
         device: Where the parameters live.
         part: Applied to each whole parameter before FSDP's slice is taken; None where nothing else cuts.
     """
+    if isinstance(deferred, Unfilled):
+        device = deferred.memory or device
     # all memory that stays comes first: what is freed in between would leave holes
     parameters = _with_memory(model, "_parameters", device)
     _tell_fsdp(model)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            whole = deferred.make(name, device)
+            if (whole := deferred.make(name, device)) is None:
+                continue
             mine = whole if part is None else part(name, whole)
             _local(parameter).copy_(_slice(mine, parameter))
             del whole, mine

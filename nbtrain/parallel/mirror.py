@@ -45,7 +45,7 @@ class Mirror:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, layout: Layout) -> None:
-        _check(optimizer)
+        require_mirrorable(optimizer)
         self._layout, self._optimizer = layout, optimizer
         self._model = model
         self._update = model if isinstance(model, ShardedUpdate) else None
@@ -204,7 +204,8 @@ class Mirror:
         return mesh.device_of(self._layout.mesh) or self._own[0].device
 
 
-def _check(optimizer: Optimizer) -> None:
+def require_mirrorable(optimizer: Optimizer) -> None:
+    """Raises `OptimizerError` where a copy of its state might not do what it does."""
     if type(optimizer) not in ELEMENTWISE:  # a subclass may compute something else
         names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise OptimizerError(

@@ -20,7 +20,14 @@ from nbtrain.parallel.cell import plan_or_default, require_all_ranks, require_pl
 from nbtrain.parallel.compile import check_backend, compile_blocks
 from nbtrain.parallel.deferred import Deferred
 from nbtrain.parallel.layout import Layout, layout_of, remember, weak
-from nbtrain.parallel.materialise import Part, check_same_start, materialise_buffers, materialise_shards
+from nbtrain.parallel.materialise import (
+    Part,
+    Source,
+    Unfilled,
+    check_same_start,
+    materialise_buffers,
+    materialise_shards,
+)
 from nbtrain.parallel.mixin import unmix
 from nbtrain.parallel.offload import check_offload, offload_activations
 from nbtrain.parallel.order import UnitOrder
@@ -125,6 +132,19 @@ def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
     return result
 
 
+def lay_out_anew(model: nn.Module, layout: Layout, probe: Any = None, memory: torch.device | None = None) -> nn.Module:
+    """What `parallelize` does, with a model whose numbers come later, from its old layout. Collective.
+
+    Args:
+        model: A blueprint's: parameters on the meta device, buffers real; it passed `preflight.check_model`.
+        layout: Of the new plan; what it knows of tensor parallelism is not decided again.
+        probe: As of `parallelize`.
+        memory: Of the parameters; None: on the ranks' devices. On the meta device it is a rehearsal.
+    """
+    layout.originals = weak(model.named_parameters())
+    return _lay_out(model, layout, Unfilled(memory), probe)
+
+
 def _ddp_options(ddp: Mapping[str, bool] | None, plan: Plan) -> Mapping[str, bool] | None:
     if ddp is None:
         return None
@@ -136,6 +156,8 @@ def _ddp_options(ddp: Mapping[str, bool] | None, plan: Plan) -> Mapping[str, boo
 def _again(
     layout: Layout, plan: Plan, model: nn.Module, compile: bool | str, ddp: Mapping[str, bool] | None
 ) -> nn.Module:
+    if layout.gone:
+        raise ModelError(layout.gone)
     if compile and layout.compile != compile:
         raise PlanError(f"the model is laid out with compile={layout.compile!r}; build it again for {compile!r}")
     if layout.plan == plan and ddp in (None, layout.ddp):
@@ -145,7 +167,7 @@ def _again(
     raise PlanError(f"the model is laid out by {layout.plan!r}; build it again for {plan!r}")
 
 
-def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred, probe: Any) -> nn.Module:
+def _lay_out(model: nn.Module, layout: Layout, deferred: Source, probe: Any) -> nn.Module:
     """The legal order: same weights everywhere, then what changes modules, then what wraps them."""
     device = meshes.device_of(layout.mesh)
     check_offload(layout.plan, device or next(model.parameters()).device)
@@ -156,15 +178,16 @@ def _lay_out(model: nn.Module, layout: Layout, deferred: Deferred, probe: Any) -
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
     if layout.everyone is not None:
         broadcast_weights(model, layout.everyone)
-    if layout.peers is not None:
+    if layout.peers is not None and layout.tensor is None:
         from nbtrain.parallel.tensor.decide import decide  # its parts are many, and needed for tp alone
 
         layout.tensor = decide(model, layout.plan, layout.peers, _device(layout), probe)
-    if layout.stages is not None:
+    if layout.stages is not None and layout.split is None:
         from nbtrain.parallel.pipeline.split import find_split  # needed for pp alone
 
         layout.split = find_split(model, layout, probe, _device(layout))
-    if (everyone := layout.everyone) is not None and (layout.peers is not None or layout.stages is not None):
+    is_parted = layout.peers is not None or layout.stages is not None
+    if layout.draws is None and is_parted and (everyone := layout.everyone) is not None:
         # of all ranks one: a rank that takes a lost one's place has it from any
         layout.draws = Draws(agreed_seed(everyone, device), meshes.data_coordinate(layout.plan, meshes.rank()))
     _cut(model, layout)
@@ -186,7 +209,7 @@ def _device(layout: Layout) -> torch.device:
     return meshes.device_of(layout.mesh) or torch.get_default_device()
 
 
-def _prepare(model: nn.Module, layout: Layout, deferred: Deferred | None = None) -> nn.Module:
+def _prepare(model: nn.Module, layout: Layout, deferred: Source | None = None) -> nn.Module:
     unmix(model)
     if layout.group is not None:
         batchnorm.normalise_globally(model, layout.group)
@@ -219,7 +242,7 @@ def _change_forward(model: nn.Module, layout: Layout) -> None:
     compute_in(model, plan.precision, device)
 
 
-def _wrap(model: nn.Module, layout: Layout, deferred: Deferred | None) -> nn.Module:
+def _wrap(model: nn.Module, layout: Layout, deferred: Source | None) -> nn.Module:
     if deferred is not None and not layout.shards:
         materialise_shards(model, deferred, _device(layout), _part(layout))
     if layout.mesh is None or layout.everyone is None:

@@ -23,15 +23,22 @@ _CURE = "`with nt.meta_init(): model = ...`"
 Signature = list[tuple[str, tuple[int, ...], str, bool]]
 
 
-def check_model(model: nn.Module, plan: Plan) -> None:
+def check_model(model: nn.Module, plan: Plan, *, has_values: bool = True) -> None:
     """Raises `ModelError` with all findings, the same on every rank that has the same model.
 
     Args:
         model: Before it is laid out.
         plan: Resolved.
+        has_values: False where parameters are on the meta device, and their numbers come from elsewhere.
     """
-    findings = list(_findings(model, plan))
+    findings = list(_findings(model, plan, has_values))
     if findings:
+        raise ModelError("\n".join(findings))
+
+
+def check_apart(model: nn.Module) -> None:
+    """Raises `ModelError` where tensors share memory, which they would not in another layout."""
+    if findings := [_overlap(*first, *second) for first, second in _overlaps(model)]:
         raise ModelError("\n".join(findings))
 
 
@@ -64,7 +71,7 @@ def check_same_on_ranks(model: nn.Module, group: dist.ProcessGroup) -> None:
             raise ModelError(_difference(rank, theirs[0] or [], other or []))
 
 
-def _findings(model: nn.Module, plan: Plan) -> Iterator[str]:
+def _findings(model: nn.Module, plan: Plan, has_values: bool = True) -> Iterator[str]:
     if any(isinstance(module, TensorGrouped) for module in model.modules()):
         yield f"{type(model).__name__} is a copy of a model that was cut over tensor-parallel ranks; build it again"
         return
@@ -82,7 +89,8 @@ def _findings(model: nn.Module, plan: Plan) -> Iterator[str]:
     if done:
         yield f"{_listed(done)} sharded already; give the model as it was before"
         return
-    yield from _meta_findings([*parameters, *model.named_buffers()])
+    if has_values:
+        yield from _meta_findings([*parameters, *model.named_buffers()])
     expanded = [name for name, parameter in parameters if _is_expanded(parameter)]
     if expanded:
         yield f"{_listed(expanded)} expanded, so that elements share memory and cannot be trained; type .clone() on it"

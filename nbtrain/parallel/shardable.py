@@ -48,13 +48,13 @@ def _is_able(optimizer: Optimizer) -> bool:
 
 
 def _try(optimizer: Optimizer, tiny: Callable[[torch.Tensor], nn.Parameter]) -> None:
-    twin = _stateless(optimizer)
+    twin = stateless(optimizer)
     for group in twin.param_groups:
         group["params"] = [tiny(like) for like in {like.ndim: like for like in group["params"]}.values()]
     twin.step()
 
 
-def _stateless(optimizer: Optimizer) -> Optimizer:
+def stateless(optimizer: Optimizer) -> Optimizer:
     """As it was when it was made; without hooks, and the step that a scheduler has wrapped."""
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     own = {name: copy.copy(value) for name, value in vars(optimizer).items() if name != "step"}

@@ -61,7 +61,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], layout: Lay
     with torch.no_grad():
         for name, value in own.items():
             if _is_extra(name):
-                _set_extra(model, name, state[name])
+                set_extra(model, name, state[name])
             elif isinstance(value, torch.Tensor):
                 value.copy_(_like(value, part_of(name, state[name], layout)))
 
@@ -113,7 +113,7 @@ def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
-def _set_extra(model: nn.Module, name: str, value: Any) -> None:
+def set_extra(model: nn.Module, name: str, value: Any) -> None:
     """What a module keeps beside tensors, by ``get_extra_state`` and ``set_extra_state``."""
     inner = model.module if isinstance(model, Replica) else model
     inner.get_submodule(name.rpartition(".")[0]).set_extra_state(value)

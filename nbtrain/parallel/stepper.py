@@ -82,12 +82,16 @@ class Stepper:
 
     def __post_init__(self) -> None:
         live.track_steps(self)
-        self._spread = Spread(self.model, self.layout, self.parameters)
+        self.go_on(self.model, self.layout, self.parameters)
+
+    def go_on(self, model: nn.Module, layout: Layout, parameters: list[nn.Parameter]) -> None:
+        """Takes its next step with the model as it lies there; what it counts stays. Moves nothing."""
+        self.model, self.layout, self.parameters, self.mirror = model, layout, parameters, None
+        self._spread = Spread(model, layout, parameters)
         self._laid_out = self._signature()
-        if self.layout.loop is not None:
-            self.layout.loop.taken_over = True
-        if self.layout.plan.precision == "fp16":
-            self.scaling = Scaling()
+        if layout.loop is not None:
+            layout.loop.taken_over = True
+        self.scaling = (self.scaling or Scaling()) if layout.plan.precision == "fp16" else None
 
     def step(self, whole: Batch, accumulate: int) -> float:
         """The global mean loss. Whatever raises, the weights stay and the next step starts afresh."""
@@ -167,6 +171,11 @@ class Stepper:
         if self.lost:
             raise SessionError(self.lost)
         self._gather()  # what an interruption has left owed, on all ranks alike
+
+    def rest(self) -> None:
+        """Drops a step that came to no end, and gathers what an interruption has left owed. Collective."""
+        self.require_whole()
+        self._drop()
 
     def standing(self) -> Standing:
         """How far this rank is, what the last finished step was settled by, and whether its weights are owed."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,21 +16,26 @@ from nbtrain.errors import UsageError, nearest
 from nbtrain.parallel import shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.cell import require_all_ranks
+from nbtrain.parallel.checkpoint.disk import Disk
 from nbtrain.parallel.evaluation import evaluate
 from nbtrain.parallel.holdings import bucket_text, holdings, holdings_text, measured
 from nbtrain.parallel.layout import Layout, layout_of
-from nbtrain.parallel.loader import Loader, loader
+from nbtrain.parallel.loader import Loader, loader, own
 from nbtrain.parallel.loss import LossFn
 from nbtrain.parallel.optimizer import MakeOptimizer, make_optimizer, trained
 from nbtrain.parallel.parallelize import parallelize
 from nbtrain.parallel.peers import require_same_batch
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.preflight import check_same_options
+from nbtrain.parallel.replan import Change, replan
 from nbtrain.parallel.state import full_state_dict, load_full_state_dict
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.parallel.timeline import collect_timeline
 from nbtrain.plan import Plan
 from nbtrain.planner.timeline import Timeline
+
+if TYPE_CHECKING:
+    from nbtrain.parallel.checkpoint.saving import Saving
 
 EXAMPLE = (
     "type nt.Trainer(model, nt.Plan(zero=3), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), "
@@ -114,8 +121,11 @@ class Trainer:
             grad_clip,
             redundancy=redundancy,
         )
+        self._disk = Disk()
         if redundancy:
             self._stepper.mirror_again()
+        self._told = ""  # of the last change of layout
+        self._change: Change | None = None
 
     def step(self, *batch: Any, **named: Any) -> torch.Tensor:
         """One optimizer step on this rank's share of the global batch, as the loader gives it.
@@ -184,8 +194,120 @@ class Trainer:
         load_full_state_dict(self.model, state, self._stepper.layout)
 
     def loader(self, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> Loader:
-        """`nbtrain.loader` with this trainer's plan."""
-        return loader(dataset, self.plan, batch_size=batch_size, **options)
+        """`nbtrain.loader` with this trainer's plan. Its position is saved with the trainer."""
+        return own(self._disk.know(loader(dataset, self.plan, batch_size=batch_size, **options)), self._stepper)
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        blocking: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Saving:
+        """Writes a checkpoint ``directory/step-00000120``, which any plan on any number of ranks can load. Collective.
+
+        It holds the model and the optimizer's state, under the names of the model before it was laid out; scheduler,
+        positions of `loader`'s loaders, random states of every rank, and what the next step needs beside. It is whole
+        on the disk before it gets its name, and ``directory/latest`` names it then: a crash or a full disk at any
+        moment leaves the earlier ones as they were. A checkpoint of the same step is replaced.
+
+        Args:
+            directory: That all ranks share. Made where it is missing.
+            keep: How many checkpoints stay there, the newest; None: all.
+            blocking: False returns as soon as this rank's share was copied to host memory, and writes it while
+                training goes on. The next `save`, or ``wait()`` of what is returned, tells whether that failed.
+            extra: Plain data of your own (numbers, text, tensors, lists, tuples, dicts), which `load` returns. Rank
+                0's counts.
+
+        Returns:
+            A handle: ``path``, ``done``, ``wait()``.
+
+        Raises:
+            CheckpointError: On every rank, where one could not write; nothing half-made stays.
+            OptimizerError: The optimizer's state cannot be described by names.
+        """
+        from nbtrain.parallel.checkpoint.saving import save  # DCP takes half a second to import
+
+        return save(self, directory, keep=keep, blocking=blocking, extra=extra)
+
+    def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
+        """Takes over what `save` wrote, by any plan and on any number of ranks. Collective.
+
+        With the plan that it was saved by losses go on bit for bit: random states, loaders and the fp16 scale too.
+        With another one they are within rounding, and each rank takes the random states of the first rank that took
+        the same share of batches. A loader that is made later goes on where the one of the same number was.
+
+        Args:
+            path: A checkpoint, or a directory of some, whose latest is taken.
+            strict: False takes what fits by name, says what it leaves as it is, and leaves the optimizer's state
+                alone where it is another kind of optimizer. Shapes must fit.
+
+        Returns:
+            ``extra``, as it was given to `save`.
+
+        Raises:
+            CheckpointError: It does not fit, and all that doesn't is told; nothing was changed. Or files are damaged.
+        """
+        from nbtrain.parallel.checkpoint.loading import load
+
+        return load(self, path, strict=strict)
+
+    def export_weights(self, path: str | os.PathLike[str]) -> None:
+        """Writes the whole model to one safetensors file, under its own names. Collective.
+
+        Tied tensors are there once; the file's metadata has their other names. Rank 0 writes, one tensor at a time.
+
+        Raises:
+            CheckpointError: On every rank, where rank 0 could not write; an older file stays.
+        """
+        from nbtrain.parallel.checkpoint.weights import export_weights
+
+        export_weights(self, path)
+
+    def import_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Takes the model's weights from one safetensors file; each rank reads its part. Collective.
+
+        Optimizer, scheduler and steps stay as they are. Numbers are rounded to the model's dtypes.
+
+        Args:
+            path: The file.
+            strict: False takes what fits by name, and says what it leaves.
+
+        Raises:
+            CheckpointError: Names or shapes differ, and all are told; nothing was changed.
+        """
+        from nbtrain.parallel.checkpoint.weights import import_weights
+
+        import_weights(self, path, strict=strict)
+
+    def replan(self, plan: Plan | str, *, via: str = "auto", probe: Any = None) -> None:
+        """Lays the model out by another plan, between two steps. Collective; the number of ranks stays.
+
+        Weights, buffers, optimizer state, scheduler, loss scale, counts and positions of loaders come along: training
+        goes on as if nothing had happened. `model` and `plan` are new objects; the trainer, its optimizer and its
+        scheduler stay the ones that they are. Names of the notebook that hold the model, a module or a parameter of it
+        are bound to what took its place; elsewhere the old model raises when it is called, and holds no memory.
+        Gradients are dropped. Hooks that were set on the laid-out model stay behind, and so does what its modules keep
+        in lists and dicts; numbers, words, flags and tensors come along.
+
+        The new layout is made beside the old one, which goes when all ranks hold all of the new one. Before that
+        nothing of the trainer has changed: whatever raises, an interrupt too, it goes on in the old layout. A rank
+        needs memory for its parts of both, and for one whole tensor, or 64 MiB of them. Where that isn't there, its
+        old parts wait in temporary files: an interrupt is then put off to the end, and a rank that dies meanwhile takes
+        the trainer with it.
+
+        Args:
+            plan: Or its text, e.g. ``"tp=2,zero=1"``.
+            via: "memory": both layouts at once. "disk": through files of the folder ``TMPDIR``. "auto" takes memory
+                where the free bytes on every device or host are enough.
+            probe: As of `parallelize`, where ``tp`` has to be decided anew.
+
+        Raises:
+            PlanError, ModelError, OptimizerError, BatchError, UsageError: Plan, model, optimizer, a loader or what is
+                around the trainer cannot take it; nothing was changed.
+        """
+        replan(self, plan, via, probe, (sys._getframe(1).f_globals,))
 
     def memory(self) -> dict[str, int]:
         """Measured bytes on this rank: ``{"parameters", "gradients", "optimizer", "buffers"}``."""
@@ -216,6 +338,7 @@ class Trainer:
             *([] if (tensor := self._stepper.layout.tensor) is None else [tensor.told]),
             *([] if (split := self._stepper.layout.split) is None else [split.told]),
             *bucket_text(self.model),
+            *([self._told] if self._told else []),
         ]
         return "\n".join(lines)
 

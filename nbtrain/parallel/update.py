@@ -159,6 +159,11 @@ class ShardedUpdate(Replica):
     def bucket_bytes(self) -> list[int]:
         return [bucket.weights.nbytes for bucket in self._buckets]
 
+    def adopt(self) -> None:
+        """Takes back parameters whose ``.data`` somebody has set. Moves nothing between ranks."""
+        for bucket in self._buckets:
+            bucket.adopt()
+
     def gather(self) -> None:
         """Gives every rank the weights that the others have stepped. Collective, where they are owed."""
         if not self.owed:
@@ -180,8 +185,7 @@ class ShardedUpdate(Replica):
         if torch.is_grad_enabled():
             if self.joins:
                 Join.notify_join_context(self)
-            for bucket in self._buckets:
-                bucket.adopt()
+            self.adopt()
         return self.module(*args, **kwargs)
 
     @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nbtrain.errors import ModelError
-from nbtrain.parallel.pipeline.score import Call, Meta, Score, Value
+from nbtrain.parallel.pipeline.score import Call, Meta, Passed, Score, Value
 from nbtrain.parallel.tensor.random import Draws
 
 
@@ -47,6 +47,10 @@ def conducted(conductor: Conductor | None) -> Iterator[None]:
         _Current.conductor = before
 
 
+KEPT_SHAPES = 64
+"""Shapes for which blanks and scores are kept: batches may have any."""
+
+
 class Blanks:
     """Stand-ins for what other stages computed and nobody here reads. NaNs: what read them would show."""
 
@@ -58,11 +62,10 @@ class Blanks:
         """One for each shape: memory of the model's own code, which may write into it."""
         key = meta.shape, meta.dtype
         if key not in self._made:
+            if len(self._made) >= KEPT_SHAPES:
+                self._made.clear()
             self._made[key] = blank(meta.shape, meta.dtype, self._device)
         return self._made[key]
-
-    def clear(self) -> None:
-        self._made.clear()
 
 
 def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -133,7 +136,7 @@ class Flow:
         call = self._expected(unit, position)
         self._position += 1
         if position < self._first:
-            return self._stand_in(position, call)
+            return self._stand_in(position, call, (args, kwargs))
         with conducted(None), seeded(self._draws, self._microbatch, position):
             output = run(*args, **kwargs)
         self._take(position, output)
@@ -151,10 +154,12 @@ class Flow:
             "must be called in one order for inputs of one shape; type pp=1, or put what varies into one block"
         )
 
-    def _stand_in(self, position: int, call: Call) -> Any:
-        return call.output([self._leaf(Value(position, index), leaf) for index, leaf in enumerate(call.leaves)])
+    def _stand_in(self, position: int, call: Call, given: Any) -> Any:
+        return call.output([self._leaf(Value(position, index), leaf, given) for index, leaf in enumerate(call.leaves)])
 
-    def _leaf(self, value: Value, leaf: Any) -> Any:
+    def _leaf(self, value: Value, leaf: Any, given: Any) -> Any:
+        if isinstance(leaf, Passed):
+            return tree_leaves(given)[leaf.index]
         if not isinstance(leaf, Meta):
             return leaf
         received = self._received.get(value)

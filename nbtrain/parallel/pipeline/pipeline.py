@@ -25,7 +25,7 @@ from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import Loss, LossFn, compute_loss, run_model
 from nbtrain.parallel.pipeline import reduction
-from nbtrain.parallel.pipeline.flow import Blanks, Flow
+from nbtrain.parallel.pipeline.flow import KEPT_SHAPES, Blanks, Flow
 from nbtrain.parallel.pipeline.partition import Partition
 from nbtrain.parallel.pipeline.rehearsal import Rehearsal, Twins
 from nbtrain.parallel.pipeline.runtime import Runtime
@@ -187,6 +187,8 @@ class Pipeline:
                     "pp=1, or name other modules in split=[...]"
                 ) from problem
             self._require_held(found := passages(score, starts))
+            if len(self._passages) >= KEPT_SHAPES:
+                self._passages.clear()
             self._passages[key] = found
         return self._passages[key]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nbtrain.errors import ModelError, NbtrainError
 from nbtrain.parallel.pipeline.flow import blank, conducted
-from nbtrain.parallel.pipeline.score import Call, Meta, Score, Value
+from nbtrain.parallel.pipeline.score import Call, Meta, Passed, Score, Value
+
+_SMALL = 0.02
 
 Label = Value | str
 """Of a tensor: a unit's output, or the name of a parameter outside of units."""
@@ -35,9 +37,14 @@ class Twins:
         structure: The model on the meta device.
         device: Where the model lives.
         dtype: That FSDP casts parameters and inputs of units to; None leaves them.
+        counts: Whether operations are counted, which takes time.
     """
 
-    def __init__(self, structure: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, structure: nn.Module, device: torch.device, dtype: torch.dtype | None = None, *, counts: bool = False
+    ) -> None:
+        self._counts = counts
+        self._meta = structure
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device, self._dtype = device, dtype
         self._structure = copy.deepcopy(structure)
@@ -61,13 +68,43 @@ class Twins:
             args: Real tensors.
             kwargs: Too.
         """
-        module = self._structure.get_submodule(unit)
-        for name, training in modes.items():
-            module.get_submodule(name).training = training
+        try:
+            return self._run_fake(unit, modes, args, kwargs)
+        except Exception:  # of shapes that depend on values, and of kernels that know no fake tensors
+            return self._run_constant(unit, modes, args, kwargs)
+
+    def _run_fake(
+        self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, float, bool]:
+        module = _in_modes(self._structure.get_submodule(unit), modes)
         counter, watch = FlopCounterMode(display=False), _Randomness()  # type: ignore[no-untyped-call]
-        with self._mode, watch, counter:
+        with self._mode, watch, counter if self._counts else nullcontext():
             output = module(*tree_map(self._fake, args), **tree_map(self._fake, kwargs))
-        return output, float(counter.get_total_flops()), watch.seen
+        return output, float(counter.get_total_flops()) if self._counts else 0.0, watch.seen
+
+    def _run_constant(
+        self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, float, bool]:
+        """A real forward of one unit, whose weights are one number, on inputs that are one too."""
+        module = copy.deepcopy(self._meta.get_submodule(unit))
+        made: dict[int, Any] = {}
+        for part in module.modules():
+            for slots in (part._parameters, part._buffers):
+                for name, tensor in slots.items():
+                    if tensor is not None and tensor.is_meta:
+                        slots[name] = made.setdefault(id(tensor), self._constant(tensor))
+        watch = _Randomness()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=[]), watch:
+            output = _in_modes(module, modes)(*tree_map(_tame, args), **tree_map(_tame, kwargs))
+        # operations were not counted: most of them are the weights', by each position of the input
+        cost = 2.0 * sum(one.numel() for one in module.parameters())
+        return output, cost * _num_positions((args, kwargs)), watch.seen
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = _SMALL if tensor.is_floating_point() else 0
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made = torch.full(tensor.shape, value, dtype=dtype, device=self._device)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     def has_trained(self, unit: str) -> bool:
         return any(parameter.requires_grad for parameter in self._structure.get_submodule(unit).parameters())
@@ -82,6 +119,24 @@ class Twins:
         dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=self._device)
+
+
+def _in_modes(module: nn.Module, modes: dict[str, bool]) -> nn.Module:
+    for name, training in modes.items():
+        module.get_submodule(name).training = training
+    return module
+
+
+def _tame(value: Any) -> Any:
+    """A blank is of NaNs, by which code may choose nothing."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return torch.nan_to_num(value, nan=_SMALL) if is_float else value
+
+
+def _num_positions(given: Any) -> int:
+    """Of the first activation: the elements of all dims but the last."""
+    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1)
+    return next((leaf.shape[:-1].numel() for leaf in tensors), 1)
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,7 +258,7 @@ class Rehearsal:
             raise
         except Exception as problem:
             raise ModelError(
-                f"the shape of what '{unit}' gives could not be found without running it ({type(problem).__name__}: "
+                f"the shape of what '{unit}' gives could not be found without its weights ({type(problem).__name__}: "
                 f"{problem}); type pp=1, or cut what depends on values out of it"
             ) from problem
         finally:
@@ -211,13 +266,17 @@ class Rehearsal:
         self._random |= random
         grown = self._twins.has_trained(unit) or bool(reads & self._grown) or bool(parameters & self._trained)
         leaves, form = tree_flatten(output)
-        metas = tuple(self._meta(unit, leaf, grown) for leaf in leaves)
+        given = tree_leaves((args, kwargs))
+        metas = tuple(self._meta(unit, leaf, grown, given) for leaf in leaves)
         self._calls.append(Call(unit, metas, form, reads, parameters, cost))
-        return self._calls[-1].output([self._blank(Value(position, index), meta) for index, meta in enumerate(metas)])
+        stand_ins = [self._blank(Value(position, index), meta, given) for index, meta in enumerate(metas)]
+        return self._calls[-1].output(stand_ins)
 
-    def _meta(self, unit: str, leaf: Any, grown: bool) -> Any:
+    def _meta(self, unit: str, leaf: Any, grown: bool, given: list[Any]) -> Any:
         if isinstance(leaf, torch.Tensor):
             return Meta(tuple(leaf.shape), leaf.dtype, grown and leaf.is_floating_point())
+        if (index := next((i for i, one in enumerate(given) if one is leaf and _is_object(one)), None)) is not None:
+            return Passed(index)
         if _holds_tensors(leaf):
             raise ModelError(
                 f"'{unit}' gives a {type(leaf).__name__} that holds tensors, and no other stage can be sent it; let it "
@@ -225,7 +284,9 @@ class Rehearsal:
             )
         return leaf
 
-    def _blank(self, value: Value, meta: Any) -> Any:
+    def _blank(self, value: Value, meta: Any, given: list[Any]) -> Any:
+        if isinstance(meta, Passed):
+            return given[meta.index]
         if not isinstance(meta, Meta):
             return meta
         made = blank(meta.shape, meta.dtype, self._device)
@@ -243,6 +304,10 @@ def _sorted_out(labels: set[Label]) -> tuple[frozenset[Value], frozenset[str]]:
 def _plain(value: Any) -> Any:
     """Objects that torch's trees do not open, as what they hold."""
     return tree_map(lambda leaf: vars(leaf) if _holds_tensors(leaf) else leaf, value)
+
+
+def _is_object(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | type)
 
 
 def _holds_tensors(leaf: Any) -> bool:

@@ -32,12 +32,23 @@ class Meta:
 
 
 @dataclass(frozen=True)
+class Passed:
+    """An argument that a unit gives back as it is: no tensor, but for instance a cache of keys and values.
+
+    Attributes:
+        index: Among the leaves of the call's ``(args, kwargs)``.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of a unit.
 
     Attributes:
         unit: Its name.
-        leaves: Of its output: a `Meta` for each tensor, anything else as it is.
+        leaves: Of its output: a `Meta` for each tensor, `Passed` for objects that it was given, anything else as it is.
         form: Puts the leaves together.
         reads: Outputs of earlier units from which its inputs come, by no unit in between.
         parameters: Names of parameters outside of units from which its inputs come.

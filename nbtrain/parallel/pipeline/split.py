@@ -74,7 +74,9 @@ def find_split(model: nn.Module, layout: Layout, probe: Any, device: torch.devic
     try:
         with probing(model):
             args, kwargs = call
-            score = Rehearsal(Twins(whole, device), units, device).run(model, lambda: model.forward(*args, **kwargs))
+            score = Rehearsal(Twins(whole, device, counts=True), units, device).run(
+                model, lambda: model.forward(*args, **kwargs)
+            )
     finally:
         unmix(model)
     found = partition(model, units, score, schedule.rank_of, plan.split if plan.split == "auto" else list(plan.split))

@@ -1,0 +1,360 @@
+"""`load`: a trainer as it was saved, by any plan and on any number of ranks.
+
+::
+
+    all ranks     find the checkpoint, and compare what it has with what they hold: everything that does not fit is told
+    each rank     reads its pieces into the memory that they have
+    all ranks     agree; then optimizer, scheduler, loaders and random numbers follow
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from nbtrain.errors import CheckpointError, OptimizerError
+from nbtrain.parallel import gradients, mesh
+from nbtrain.parallel.cell import require_all_ranks, say
+from nbtrain.parallel.checkpoint import contents, folder, storage
+from nbtrain.parallel.checkpoint.contents import class_name, model_item, parameter_names, state_item
+from nbtrain.parallel.checkpoint.manifest import Manifest
+from nbtrain.parallel.checkpoint.saving import settle
+from nbtrain.parallel.checkpoint.together import attempt, gather, host, require_all
+from nbtrain.parallel.phase import Phase, Stage
+from nbtrain.parallel.pieces import (
+    Held,
+    Place,
+    canonical_names,
+    extra_states,
+    held_parameters,
+    held_state,
+    optimizer_names,
+    state_places,
+)
+from nbtrain.parallel.scaler import Scaling
+from nbtrain.parallel.state import set_extra
+from nbtrain.parallel.stepper import Settled
+from nbtrain.parallel.update import ShardedUpdate
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from nbtrain.parallel.trainer import Trainer
+
+_PARTLY = "was loaded in part"
+
+State = dict[torch.Tensor, dict[str, Any]]
+"""An optimizer's, by parameter."""
+
+
+@dataclass
+class Fit:
+    """What one rank takes of a checkpoint, and what does not fit.
+
+    Attributes:
+        wanted: By any key, the item and where it goes.
+        state: The optimizer's, of which the tensors are among them; None where it stays as it is.
+        problems: That forbid to load.
+        gaps: That do with ``strict=True``.
+        names: Of the model's tensors that this rank holds.
+    """
+
+    wanted: dict[str, tuple[str, Held]] = field(default_factory=dict)
+    state: State | None = None
+    problems: list[str] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+
+
+def load(trainer: Trainer, path: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
+    """`Trainer.load`."""
+    require_all_ranks("Trainer.load")
+    stepper = trainer._stepper
+    if _PARTLY not in stepper.lost:
+        stepper.require_whole()  # after a rank's death not every rank has the trainer
+    settle(trainer)
+    stepper._drop()
+    where = _found(Path(os.path.abspath(path)))
+    opened, problem = attempt(lambda: _opened(where))
+    fit, second = attempt(lambda: _fit(trainer, *opened)) if opened is not None else (None, "")
+    answers = gather((problem or second, fit and (fit.problems, fit.gaps, fit.names)))
+    require_all(f"{where} cannot be loaded", [answer[0] for answer in answers])
+    assert opened is not None, "nothing failed"
+    assert fit is not None, "nothing failed"
+    manifest, reader, table, facts = opened
+    _require_fit(where, manifest, [answer[1] for answer in answers], strict)
+    _read(trainer, where, reader, table, fit)
+    _take(trainer, manifest, facts, fit)
+    return dict(facts["extra"])
+
+
+def _found(path: Path) -> Path:
+    """The same checkpoint on every rank. Collective."""
+    found, problem = attempt(lambda: folder.find(path)) if mesh.rank() == 0 else (None, "")
+    answers = gather((None if found is None else found.relative_to(path), problem))
+    require_all("nothing was loaded", answers[0][1:] if len(answers) == 1 else [answer[1] for answer in answers])
+    return path / str(answers[0][0])
+
+
+def _opened(where: Path) -> tuple[Manifest, storage.Reader, Metadata, dict[str, Any]]:
+    if not where.is_dir():
+        raise CheckpointError(f"{host()} has no {where}, which rank 0 has; give a directory that all ranks share")
+    manifest = Manifest.read(where)
+    if damaged := manifest.damaged(where):
+        raise CheckpointError("; ".join(damaged))
+    reader = storage.Reader(where)
+    table = reader.read_metadata()
+    return manifest, reader, table, reader.read_plain(table)
+
+
+def _fit(
+    trainer: Trainer, manifest: Manifest, reader: storage.Reader, table: Metadata, facts: Mapping[str, Any]
+) -> Fit:
+    fit = Fit()
+    _fit_model(trainer, manifest, table, fit)
+    if not (gaps := _optimizer_gaps(trainer, manifest)):
+        _fit_state(trainer, manifest, table, facts, fit)
+    fit.gaps += [*gaps, *_scheduler_gaps(trainer, manifest), *_loader_gaps(trainer, manifest)]
+    return fit
+
+
+def _fit_model(trainer: Trainer, manifest: Manifest, table: Metadata, fit: Fit) -> None:
+    for name, held in held_parameters(trainer.model, trainer._stepper.layout).items():
+        saved = name if name in manifest.tensors else manifest.aliases.get(name, name)
+        fit.names |= {name, saved}
+        if saved not in manifest.tensors:
+            fit.gaps.append(f"it lacks '{name}'")
+            continue
+        _want(fit, table, model_item(saved), held, f"'{name}'")
+    names = canonical_names(trainer.model, trainer._stepper.layout)
+    fit.names |= set(names.values()) | extra_states(trainer.model).keys()
+    fit.gaps += [f"it lacks '{name}'" for name in extra_states(trainer.model) if name not in manifest.extra_states]
+
+
+def _want(fit: Fit, table: Metadata, item: str, held: Held, told: str) -> None:
+    entry: Any = table.state_dict_metadata.get(item)
+    if entry is None:
+        fit.problems.append(f"its table lacks {told}")
+    elif tuple(entry.size) != held.shape:
+        fit.problems.append(f"{told} is {tuple(entry.size)} and must be {held.shape}")
+    elif entry.properties.dtype.is_floating_point != held.dtype.is_floating_point:
+        fit.problems.append(f"{told} is {entry.properties.dtype} and must be {held.dtype}")
+    elif storage.missing(table, item, held):
+        fit.problems.append(f"its files lack a part of {told}")
+    else:
+        fit.wanted[f"{item} as {held.name}"] = item, held
+
+
+def _optimizer_gaps(trainer: Trainer, manifest: Manifest) -> list[str]:
+    saved, optimizer = manifest.optimizer, trainer.optimizer
+    own = class_name(optimizer)
+    if own != saved["class"]:
+        return [f"its optimizer is {saved['class']}, and the trainer's {own}"]
+    groups = list(_groups(trainer))
+    if len(groups) != len(saved["groups"]):
+        return [f"its optimizer has {len(saved['groups'])} parameter groups, and the trainer's {len(groups)}"]
+    gaps, trained = [], parameter_names(trainer)
+    for number, (names, before) in enumerate(zip(groups, saved["groups"], strict=True)):
+        if strangers := [name for name in names if manifest.aliases.get(name, name) not in before]:
+            gaps.append(f"its parameter group {number} has no {_some(strangers)}")
+        here = set(names)
+        if left := [name for name in before if name in trained and name not in here]:
+            gaps.append(f"the trainer's parameter group {number} has no {_some(left)}")
+    return gaps
+
+
+def _groups(trainer: Trainer) -> Iterator[list[str]]:
+    layout = trainer._stepper.layout
+    names, canonical = optimizer_names(trainer.model, layout), canonical_names(trainer.model, layout)
+    for group in trainer.optimizer.param_groups:
+        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        yield [canonical.get(name, name) for name in own]
+
+
+def _scheduler_gaps(trainer: Trainer, manifest: Manifest) -> list[str]:
+    scheduler = trainer._stepper.scheduler
+    own = None if scheduler is None else class_name(scheduler)
+    if own == manifest.scheduler:
+        return []
+    return [f"its scheduler is {manifest.scheduler or 'none'}, and the trainer's {own or 'none'}"]
+
+
+def _loader_gaps(trainer: Trainer, manifest: Manifest) -> list[str]:
+    gaps = []
+    for number, (loader, saved) in enumerate(zip(trainer._disk.living_loaders(), manifest.loaders, strict=False)):
+        now = (loader.batch_size, len(loader))
+        if now != (saved["batch_size"], saved["length"]):
+            gaps.append(
+                f"its loader {number} has {saved['length']} batches of {saved['batch_size']} samples, and the "
+                f"trainer's {now[1]} of {now[0]}"
+            )
+    return gaps
+
+
+def _fit_state(trainer: Trainer, manifest: Manifest, table: Metadata, facts: Mapping[str, Any], fit: Fit) -> None:
+    """The optimizer's state in memory of its own where it has none of that shape yet."""
+    layout, optimizer = trainer._stepper.layout, trainer.optimizer
+    names, canonical = optimizer_names(trainer.model, layout), canonical_names(trainer.model, layout)
+    places = state_places(trainer.model, layout)
+    fit.state = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (own := names.get(id(parameter))) is None:
+                continue  # the empty one of a rank whose stages train nothing
+            name = canonical.get(own, own)
+            saved = name if name in manifest.optimizer["state"] else manifest.aliases.get(name, name)
+            if saved not in manifest.optimizer["state"] or _lies_elsewhere(parameter, layout.result):
+                continue
+            entries = fit.state[parameter] = {}
+            for key, told in manifest.optimizer["state"][saved].items():
+                if told is None:
+                    entries[key] = facts["optimizer"]["state"][saved][key][0]
+                    continue
+                dtype = _dtype(told, manifest.tensors[saved], parameter)
+                value = _room(optimizer, group, parameter, key, tuple(told["shape"]), dtype, places[own])
+                entries[key] = value
+                try:
+                    held = held_state(f"{name}.{key}", value, parameter, places[own])
+                except OptimizerError as problem:
+                    fit.problems.append(f"state '{key}' of '{name}' {problem}")
+                    continue
+                _want(fit, table, state_item(saved, key), held, f"state '{key}' of '{name}'")
+
+
+def _dtype(told: Mapping[str, Any], weights: Mapping[str, Any], parameter: torch.Tensor) -> torch.dtype:
+    """That of the checkpoint; state that has its parameter's follows the parameter."""
+    saved: torch.dtype = getattr(torch, told["dtype"])
+    return parameter.dtype if told["dtype"] == weights["dtype"] else saved
+
+
+def _lies_elsewhere(parameter: torch.Tensor, result: Any) -> bool:
+    """Whether ``zero=1`` has dealt all of it to other ranks: an optimizer keeps no state of such pieces."""
+    return isinstance(result, ShardedUpdate) and result.shares and parameter.numel() == 0
+
+
+def _room(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    place: Place,
+) -> torch.Tensor:
+    """A tensor for one entry of the state: the optimizer's own where it can stay."""
+    scalar = shape == () and (place.shape(parameter) != () or key == "step")
+    alike = not scalar and shape == place.shape(parameter)
+    size = tuple(parameter.shape) if alike else shape
+    own = optimizer.state.get(parameter, {}).get(key)
+    if isinstance(own, torch.Tensor) and tuple(own.shape) == size and not (scalar and own.dtype != dtype):
+        return own
+    if scalar:
+        on_device = group.get("capturable") or group.get("fused")
+        return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
+    if alike:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
+    if isinstance(parameter, DTensor):
+        local = torch.zeros(shape, dtype=dtype, device=parameter.to_local().device)
+        return DTensor.from_local(local, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)
+
+
+def _require_fit(where: Path, manifest: Manifest, answers: list[Any], strict: bool) -> None:
+    """Raises on all ranks alike."""
+    problems = dict.fromkeys(text for problems, _, _ in answers for text in problems)
+    gaps = dict.fromkeys(text for _, gaps, _ in answers for text in gaps)
+    known = set().union(*(names for _, _, names in answers))
+    unknown = [name for name in (*manifest.tensors, *manifest.extra_states) if name not in known]
+    if unknown:
+        gaps[f"the model has no {_some(unknown)}"] = None
+    refused = [*problems, *(gaps if strict else ())]
+    if refused:
+        cure = "" if problems else "; strict=False takes what fits"
+        raise CheckpointError(f"{where} does not fit the trainer: {'; '.join(refused)}{cure}")
+    for gap in gaps:
+        say(f"loading {where.name}: {gap}; left as it is")
+
+
+def _read(trainer: Trainer, where: Path, reader: storage.Reader, table: Metadata, fit: Fit) -> None:
+    """From here on the trainer changes: what fails leaves a mixture, which no step may use."""
+    stepper = trainer._stepper
+    stepper.lost = f"{where} {_PARTLY}; load it again, or another one"
+    with torch.no_grad():
+        _, problem = attempt(lambda: storage.read(reader, table, fit.wanted))
+    require_all(f"{where} {_PARTLY}, and no step can be taken until a load succeeds", gather(problem))
+    stepper.lost = ""
+
+
+def _take(trainer: Trainer, manifest: Manifest, facts: Mapping[str, Any], fit: Fit) -> None:
+    """What is no tensor of the model, once all ranks have read. Moves nothing but a mirror's copies."""
+    stepper = trainer._stepper
+    gradients.drop(stepper.parameters)
+    if isinstance(trainer.model, ShardedUpdate):
+        trainer.model.owed = False
+    _take_extra_states(trainer, facts)
+    if fit.state is not None:
+        _take_optimizer(trainer.optimizer, fit.state, facts["optimizer"]["groups"])
+    if facts["scheduler"] is not None and not _scheduler_gaps(trainer, manifest):
+        stepper.scheduler.load_state_dict(facts["scheduler"])
+    if not _loader_gaps(trainer, manifest):
+        trainer._disk.take_positions(facts["loaders"])
+    _take_progress(trainer, facts)
+    _take_random(trainer, manifest, facts)
+    if stepper.mirror is not None:
+        stepper.mirror_again()
+
+
+def _take_extra_states(trainer: Trainer, facts: Mapping[str, Any]) -> None:
+    for name in extra_states(trainer.model):
+        if name in facts["extra_states"]:
+            set_extra(trainer.model, name, facts["extra_states"][name])
+
+
+def _take_optimizer(optimizer: Optimizer, state: State, groups: list[dict[str, Any]]) -> None:
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved["options"].items():
+            own = group.get(key)
+            if isinstance(own, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
+                own.copy_(torch.as_tensor(value))  # a compiled or captured step reads this one
+            else:
+                group[key] = value
+
+
+def _take_progress(trainer: Trainer, facts: Mapping[str, Any]) -> None:
+    stepper = trainer._stepper
+    stepper.phase = Phase(Stage.STEPPED, facts["step"])
+    stepper.reference, stepper.grad_norm = facts["reference"], facts["grad_norm"]
+    if stepper.scaling is not None:
+        stepper.scaling = Scaling(**facts["scaling"]) if facts["scaling"] is not None else Scaling()
+    stepper._snapshot = stepper._settled = None
+    if facts["mean"] is not None:
+        stepper._settled = Settled(
+            facts["mean"], 1.0, stepper.reference, stepper.grad_norm, [], scaling=stepper.scaling
+        )
+    draws = stepper.layout.draws
+    if draws is not None and facts["seed"] is not None:
+        draws.seed = facts["seed"]
+
+
+def _take_random(trainer: Trainer, manifest: Manifest, facts: Mapping[str, Any]) -> None:
+    """Those of this rank, or else of the first one that took the same share of batches."""
+    rank, states = mesh.rank(), facts["random"]
+    part = mesh.data_coordinate(trainer.plan, rank)
+    parts = facts["part"]
+    if len(states) != mesh.world_size() or parts[rank] != part:
+        rank = parts.index(part % (max(parts) + 1))
+    contents.set_random_state(states[rank], trainer._device)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:20])
+    return f"{shown} and {len(names) - 20} more" if len(names) > 20 else shown

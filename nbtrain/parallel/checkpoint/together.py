@@ -1,0 +1,68 @@
+"""An error on one rank is an error on all."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from nbtrain.errors import CheckpointError
+from nbtrain.parallel import transfer
+
+Result = TypeVar("Result")
+
+
+def gather(thing: Any) -> list[Any]:
+    """``thing`` of every rank, by rank. Collective."""
+    return transfer.gather(thing) if dist.is_initialized() else [thing]
+
+
+def attempt(work: Callable[[], Result]) -> tuple[Result | None, str]:
+    """What ``work`` returns, or why it failed."""
+    try:
+        return work(), ""
+    except Exception as problem:  # told by `require_all`, on every rank
+        return None, told(problem)
+
+
+def told(problem: BaseException) -> str:
+    """An exception in one line, with what it came from."""
+    text = str(problem) or type(problem).__name__
+    if not isinstance(problem, CheckpointError):
+        text = f"{type(problem).__name__}: {text}"
+    cause = problem.__cause__ or problem.__context__
+    if isinstance(cause, OSError) and not isinstance(problem, CheckpointError):
+        text += f" ({cause})"
+    return text
+
+
+def require_all(what: str, problems: list[str]) -> None:
+    """Raises where some rank has a problem.
+
+    Args:
+        what: That failed, as the beginning of a sentence.
+        problems: By rank, "" where there is none; the same list on every rank.
+
+    Raises:
+        CheckpointError: Each distinct problem once, with the ranks that have it.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, problem in enumerate(problems):
+        if problem:
+            ranks.setdefault(problem, []).append(rank)
+    if ranks:
+        alone = len(problems) == 1
+        parts = [problem if alone else f"{problem} (on {_ranks(held, problems)})" for problem, held in ranks.items()]
+        raise CheckpointError(f"{what}: {'; '.join(parts)}")
+
+
+def host() -> str:
+    return socket.gethostname()
+
+
+def _ranks(ranks: list[int], problems: list[str]) -> str:
+    if len(ranks) == len(problems):
+        return "all ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,170 @@
+"""A trainer's model in one safetensors file: written by rank 0, to which the others send, one tensor at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.errors import CheckpointError
+from nbtrain.parallel import mesh
+from nbtrain.parallel.cell import require_all_ranks, say
+from nbtrain.parallel.checkpoint import safetensors, storage
+from nbtrain.parallel.checkpoint.contents import parameter_names
+from nbtrain.parallel.checkpoint.together import attempt, gather, require_all, told
+from nbtrain.parallel.pieces import Box, Held, aliases, held_parameters
+
+if TYPE_CHECKING:
+    from nbtrain.parallel.trainer import Trainer
+
+
+def export_weights(trainer: Trainer, path: str | os.PathLike[str]) -> None:
+    """`Trainer.export_weights`."""
+    require_all_ranks("Trainer.export_weights")
+    stepper = trainer._stepper
+    stepper.require_whole()
+    held = held_parameters(trainer.model, stepper.layout)
+    everyone = gather(storage.extents(held, set(held) - parameter_names(trainer)))
+    table = {name: extent for extents in reversed(everyone) for name, extent in extents.items()}
+    specs = {name: (extent.shape, extent.dtype) for name, extent in table.items()}
+    names, problem = attempt(lambda: safetensors.ordered(specs))
+    require_all("no weights were exported", [problem])  # the same on every rank
+    assert names is not None, "nothing failed"
+    whole = _whole(names, specs, held, storage.assign(everyone))
+    metadata = {"format": "pt", "aliases": json.dumps(aliases(trainer.model, stepper.layout))}
+    problem = _write(Path(path), specs, metadata, whole) if mesh.rank() == 0 else ""
+    for _ in whole:  # after an error too: the other ranks send
+        pass
+    require_all(f"{path} was not written", gather(problem))
+
+
+def import_weights(trainer: Trainer, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+    """`Trainer.import_weights`."""
+    require_all_ranks("Trainer.import_weights")
+    stepper = trainer._stepper
+    stepper.require_whole()
+    held = held_parameters(trainer.model, stepper.layout)
+    file, problem = attempt(lambda: safetensors.Reader(Path(path)))
+    found, problems, gaps = ({}, [], []) if file is None else _fit(trainer, held, file)
+    names = set(found.values()) | set(aliases(trainer.model, stepper.layout))
+    answers = gather((problem, problems, gaps, names))
+    require_all("nothing was imported", [answer[0] for answer in answers])
+    assert file is not None, "nothing failed"
+    _require_fit(Path(path), file, answers, strict)
+    with torch.no_grad():
+        _, problem = attempt(lambda: _copy(held, found, file))
+    require_all(f"{path} was imported in part", gather(problem))
+    if stepper.mirror is not None:
+        stepper.mirror_again()
+
+
+def _whole(
+    names: list[str],
+    specs: Mapping[str, safetensors.Spec],
+    held: Mapping[str, Held],
+    chosen: Mapping[tuple[str, Box], int],
+) -> Iterator[torch.Tensor]:
+    """On rank 0, the whole tensors in order, on the CPU; the others send their pieces, and get empty ones."""
+    rank, device = mesh.rank(), torch.device(mesh.default_device_type() if dist.is_initialized() else "cpu")
+    boxes: dict[str, list[tuple[Box, int]]] = {}
+    for (name, box), owner in chosen.items():
+        boxes.setdefault(name, []).append((box, owner))
+    for name in names:
+        shape, dtype = specs[name]
+        whole = torch.empty(shape if rank == 0 else 0, dtype=dtype)
+        own = {piece.box: piece.view for piece in held[name].pieces} if name in held else {}
+        for box, owner in boxes.get(name, ()):
+            if rank == 0:
+                _part(whole, box).copy_(own[box] if owner == 0 else _received(box, dtype, owner, device))
+            elif rank == owner:
+                _send(own[box], device)
+        yield whole
+
+
+def _send(view: torch.Tensor, device: torch.device) -> None:
+    # as bytes: not every backend sends every dtype
+    dist.send(view.to(device).contiguous().flatten().view(torch.uint8), 0)
+
+
+def _received(box: Box, dtype: torch.dtype, owner: int, device: torch.device) -> torch.Tensor:
+    flat = torch.empty(box.numel * dtype.itemsize, dtype=torch.uint8, device=device)
+    dist.recv(flat, owner)
+    return flat.view(dtype).view(box.sizes)
+
+
+def _part(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
+
+
+def _write(
+    path: Path, specs: Mapping[str, safetensors.Spec], metadata: Mapping[str, str], whole: Iterator[torch.Tensor]
+) -> str:
+    """Why it failed; "" where it did not. The file gets its name when it is on the disk."""
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with hidden.open("wb") as file:
+            writer = safetensors.Writer(file, specs, metadata)
+            for tensor in whole:
+                writer.add(tensor)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(hidden, path)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            hidden.unlink()
+        return told(problem)
+    return ""
+
+
+def _fit(
+    trainer: Trainer, held: Mapping[str, Held], file: safetensors.Reader
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """The file's name of each tensor, what forbids to import, and what does with ``strict=True``."""
+    others: dict[str, list[str]] = {}
+    for other, name in aliases(trainer.model, trainer._stepper.layout).items():
+        others.setdefault(name, []).append(other)
+    theirs = json.loads(file.metadata.get("aliases", "{}"))
+    found, problems, gaps = {}, [], []
+    for name, one in held.items():
+        candidates = [name, *others.get(name, ()), *([theirs[name]] if name in theirs else [])]
+        there = next((candidate for candidate in candidates if candidate in file.entries), None)
+        if there is None:
+            gaps.append(f"it lacks '{name}'")
+        elif file.entries[there].shape != one.shape:
+            problems.append(f"'{there}' is {file.entries[there].shape} and must be {one.shape}")
+        else:
+            found[name] = there
+    return found, problems, gaps
+
+
+def _require_fit(
+    path: Path, file: safetensors.Reader, answers: list[tuple[str, list[str], list[str], set[str]]], strict: bool
+) -> None:
+    problems = dict.fromkeys(text for answer in answers for text in answer[1])
+    gaps = dict.fromkeys(text for answer in answers for text in answer[2])
+    known = set().union(*(answer[3] for answer in answers))
+    if unknown := [name for name in file.entries if name not in known and not problems]:
+        gaps[f"the model has no {', '.join(map(repr, unknown[:20]))}"] = None
+    refused = [*problems, *(gaps if strict else ())]
+    if refused:
+        cure = "" if problems else "; strict=False takes what fits"
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(refused)}{cure}")
+    for gap in gaps:
+        say(f"importing {path.name}: {gap}; left as it is")
+
+
+def _copy(held: Mapping[str, Held], found: Mapping[str, str], file: safetensors.Reader) -> None:
+    for name, there in found.items():
+        whole = file.tensor(there)
+        for piece in held[name].pieces:
+            piece.view.copy_(_part(whole, piece.box))

@@ -1,0 +1,191 @@
+"""What does not fit is one error that lists it all, before anything is changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import Model, data, momentum, train, trainer
+from ranks import run_ranks
+from torch import nn
+
+import nbtrain as nt
+from nbtrain.errors import CheckpointError, SessionError, UsageError
+
+
+class Changed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(9))
+        self.fresh = nn.Linear(4, 4, bias=False)
+        del self.seen
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float32))
+        self.positions, self.place = None, nn.Embedding(3, 3)
+
+
+def test_one_error_lists_all(tmp_path: Path) -> None:
+    def on_rank() -> None:
+        subject = trainer("zero=1", 0)
+        loader = subject.loader(data(), batch_size=16)
+        train(subject, loader, 1)
+        saved = subject.save(tmp_path)
+        other = trainer("zero=3", 1, make=Changed, optimizer=momentum, scheduler=_step)
+        kept = other.loader(data(), batch_size=32)
+        before = other.state_dict()
+        with pytest.raises(CheckpointError) as caught:
+            other.load(tmp_path)
+        told = str(caught.value)
+        for part in (
+            "'bias' is (7,) and must be (9,)",
+            "'seen' is torch.int64 and must be torch.float32",
+            "it lacks 'fresh.weight'",
+            "it lacks 'place.weight'",
+            "the model has no 'positions.weight'",
+            "its optimizer is AdamW, and the trainer's SGD",
+            "its scheduler is none, and the trainer's StepLR",
+            "its loader 0 has 4 batches of 16 samples, and the trainer's 2 of 32",
+        ):
+            assert part in told
+        assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+        assert (other.num_steps, kept.state_dict()["batches"]) == (0, 0)
+        # what only is missing may be
+        subject = trainer("zero=3", 1, make=Larger, optimizer=momentum)
+        with pytest.raises(CheckpointError, match=r"it lacks 'fresh\.weight'.*strict=False takes what fits"):
+            subject.load(saved)
+        subject.load(saved, strict=False)
+        assert subject.num_steps == 1
+        assert not subject.optimizer.state
+        with pytest.raises(UsageError, match="keep=0 must be a number"):
+            subject.save(tmp_path, keep=0)
+
+    run_ranks(on_rank, 2)
+
+
+class Larger(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fresh = nn.Linear(4, 4, bias=False)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
+    def on_rank() -> None:
+        subject = trainer("zero=3", 0)
+        path = subject.save(tmp_path / "run").path
+        rank = dist.get_rank()
+
+        with pytest.raises(CheckpointError, match=r"there is no directory .*nowhere"):
+            subject.load(tmp_path / "nowhere")
+        with pytest.raises(CheckpointError, match="is no checkpoint and holds none"):
+            subject.load(_empty(tmp_path))
+        with pytest.raises(CheckpointError, match="is a checkpoint itself; save to"):
+            subject.save(path)
+        with pytest.raises(CheckpointError, match=r"'extra\.model' holds a object, which is no plain"):
+            subject.save(tmp_path / "run", extra={"model": object()})
+        # two hosts without a common disk
+        own = tmp_path / f"own{rank}"
+        with pytest.raises(CheckpointError, match=r"which rank 0 made; give a directory that all ranks share.*rank 1"):
+            subject.save(own)
+        assert not list(own.glob(".*")) if own.exists() else rank == 1
+        if rank == 0:
+            shutil.copytree(path, tmp_path / "cut")
+            data_file = tmp_path / "cut" / "__1_0.distcp"
+            os.truncate(data_file, 100)
+            shutil.copytree(path, tmp_path / "later")
+            manifest = tmp_path / "later" / "nbtrain.json"
+            manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=r"the file __1_0\.distcp has 100 bytes and must have"):
+            subject.load(tmp_path / "cut")
+        with pytest.raises(CheckpointError, match=r"has format 99, .* upgrade it"):
+            subject.load(tmp_path / "later")
+        subject.load(path)
+        # damage that shows when everything is read
+        if rank == 0:
+            shutil.copytree(path, tmp_path / "rotten")
+            with (tmp_path / "rotten" / "__1_0.distcp").open("r+b") as file:
+                file.write(bytes(3000))
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="was loaded in part, and no step can be taken until a load succeeds"):
+            subject.load(tmp_path / "rotten")
+        batch = next(iter(subject.loader(data(), batch_size=16)))
+        with pytest.raises(SessionError, match="was loaded in part; load it again, or another one"):
+            subject.step(*batch)
+        subject.load(path)
+        assert subject.step(*batch) > 0
+
+    run_ranks(on_rank, 2)
+
+
+class Counting(nn.Module):
+    """Keeps state beside tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return inputs
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.first, self.counting, self.last = nn.Linear(4, 4), Counting(), nn.Linear(4, 4)
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.counting(self.first(inputs)))
+
+
+def test_extra_states_and_weights_that_are_tied_no_more(tmp_path: Path) -> None:
+    def on_rank() -> None:
+        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "optimizer": momentum}
+        subject = trainer("zero=1", 0, make=Tied, **options)
+        subject.step(torch.ones(2, 4), torch.zeros(2, 4))
+        saved = subject.save(tmp_path)
+        other = trainer("zero=3", 1, make=lambda: Tied(tied=False), **options)
+        other.load(saved)
+        state = other.state_dict()
+        assert torch.equal(state["last.weight"], state["first.weight"])
+        assert other.model.counting.calls == 1
+        with pytest.raises(CheckpointError, match=r"the model has no 'last\.weight'"):
+            subject.load(other.save(tmp_path))
+
+    run_ranks(on_rank, 2)
+
+
+def _empty(tmp_path: Path) -> Path:
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    return tmp_path / "empty"
+
+
+def test_a_table_runs_no_code(tmp_path: Path) -> None:
+    def on_rank() -> None:
+        subject = nt.Trainer(nn.Linear(2, 2), nt.Plan(), optimizer=momentum, loss_fn=nn.functional.mse_loss)
+        path = subject.save(tmp_path / "run").path
+        table = path / ".metadata"
+        size = table.stat().st_size
+        evil = b"cposix\nsystem\n(S'touch %s'\ntR." % os.fsencode(tmp_path / "ran")
+        table.write_bytes(evil + b" " * (size - len(evil)))
+        with pytest.raises(CheckpointError, match=r"names posix\.system, which is no part of a table"):
+            subject.load(path)
+        assert not (tmp_path / "ran").exists()
+
+    run_ranks(on_rank, 1, group=False)
