@@ -35,7 +35,7 @@ def test_each_axis_divides_something_else(cells: list[Any]) -> None:
         (line,) = re.findall(rf"rank {rank} .*", text)
         first = "blocks.0" if rank < 4 else "blocks.2"
         assert f"'{first}.qkv.weight': (48, 64)" in line
-        assert f"'pp': {rank // 4}, 'dp_replicate': 0, 'dp_shard': {rank // 2 % 2}, 'tp': {rank % 2}" in line
+        assert f"pp={rank // 4} dp_replicate=0 dp_shard={rank // 2 % 2} tp={rank % 2}" in line
     told = shown(cells, "print(trainer.describe())")
     assert "sharded and cut and split" in told
     assert re.search(r"blocks\.0-3\.qkv +colwise +192 = 64 \+ 64 \+ 64 outputs", told)
@@ -60,7 +60,9 @@ def test_the_norm_counts_each_element_once(cells: list[Any]) -> None:
 
 
 def test_every_combination_gives_one_devices_losses(cells: list[Any]) -> None:
-    rows = re.findall(r"^(\S+) +losses (\S+) apart +all ranks hold (\S+) bytes", shown(cells, "tolerance in cases"), re.M)
+    rows = re.findall(
+        r"^(\S+) +losses (\S+) apart +all ranks hold (\S+) bytes", shown(cells, "tolerance in cases"), re.M
+    )
     held = {spec: float(num_bytes) for spec, _, num_bytes in rows}
     assert len(rows) == 5
     assert all(float(off) < (2e-2 if "bf16" in spec else 2e-3 if "fp16" in spec else 1e-4) for spec, off, _ in rows)
