@@ -55,7 +55,7 @@ class Run:
     """What a training run is, beside its plan."""
 
     steps: int = 3
-    batch: int = BATCH  # samples, of all ranks together
+    batch: int | tuple[int, ...] = BATCH  # samples of all ranks together, or of each step
     accumulate: int = 1
     grad_clip: float | None = None
     sizes: tuple[int, ...] | None = None  # of each rank's share; None: equal ones
@@ -95,8 +95,9 @@ def check_case(case: models.Case, spec: str, run: Run, tolerance: Tolerance) -> 
     if run.autocast is None and plan.pp == 1:  # a stage alone has no output
         _compare("output", _forward(reference, case), _forward(trainer.model, case), tolerance)
     generator = torch.Generator().manual_seed(SEED)
-    for step in range(run.steps):
-        batch = case.batch(generator, run.batch)
+    batches = run.batch if isinstance(run.batch, tuple) else (run.batch,) * run.steps
+    for step, num_samples in enumerate(batches):
+        batch = case.batch(generator, num_samples)
         expected = _plain_step(reference, optimizer, case, _cut(batch, reference, run, trainer.plan), run)
         part = data_coordinate(trainer.plan, rank())
         positional, named = _arguments(_share(batch, run, part, layout.dp))
@@ -106,7 +107,7 @@ def check_case(case: models.Case, spec: str, run: Run, tolerance: Tolerance) -> 
     _compare_states(reference.state_dict(), trainer.state_dict(), tolerance)
     if plan.pp > 1:
         # half a batch: shapes that training has not seen
-        batch = case.batch(generator, run.batch // 2)
+        batch = case.batch(generator, batches[0] // 2)
         share = _part(batch, layout.dp, data_coordinate(trainer.plan, rank()))
         _compare("evaluation", _plain_evaluation(reference, case, batch), trainer.evaluate([share]), tolerance)
 
@@ -214,7 +215,7 @@ def _cut(batch: Any, model: nn.Module, run: Run, plan: nt.Plan) -> list[Any]:
 
 def _share(batch: Any, run: Run, part: int, dp: int) -> Any:
     """What data-parallel rank ``part`` of ``dp`` gets."""
-    sizes = run.sizes or (run.batch // dp,) * dp
+    sizes = run.sizes or (len(tree_leaves(batch)[0]) // dp,) * dp
     return tree_map(lambda tensor: tensor.split(sizes)[part], batch)
 
 

@@ -176,6 +176,35 @@ def test_05_an_in_place_sum_on_a_block_output_keeps_its_gradient() -> None:
     run_ranks(on_rank, 2)
 
 
+def test_05_tied_embeddings_stay_tied_over_stages() -> None:
+    def on_rank() -> None:
+        case = models.Case(models.Tied, models.CASES["gpt"].batch, models.token_mean)
+        for spec in ("pp=2,tp=2", "pp=2,zero=3"):
+            parity.check_case(case, spec + ",num_microbatches=2", Run(steps=5), FP32)
+        trainer = nt.Trainer(models.Tied(), nt.Plan(pp=4), optimizer=sgd, loss_fn=models.token_mean)
+        state = trainer.state_dict()
+        assert state["head.weight"] is state["emb.weight"]
+
+    run_ranks(on_rank, 4)
+
+
+# --- 06, 07: schedules that split backward beside replicas, accumulation ---
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])
+def test_06_zero_bubble_reduces_every_gradient(schedule: str) -> None:
+    spec = f"pp=2,dp_replicate=2,zero=0,num_microbatches=2,schedule={schedule}"
+    run_ranks(lambda: check("gpt", spec, Run()), 4)
+
+
+def test_07_accumulation_in_a_pipeline_scales_each_gradient_once() -> None:
+    def on_rank() -> None:
+        for schedule in ("1f1b", "looped_bfs", "dualpipev"):
+            check("gpt", f"pp=2,num_microbatches=4,schedule={schedule}", Run(steps=2, accumulate=2))
+
+    run_ranks(on_rank, 2)
+
+
 # --- 08: clipping ---
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, type(None), torch.Tensor)
+_NUMBERS = (bool, int, float, str, type(None))
+_PLAIN = (*_NUMBERS, torch.Tensor)
 _TORCHS_OWN = set(vars(nn.Module())) - {"training"}
 
 
@@ -59,6 +60,11 @@ def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
         name: {key: value for key, value in vars(module).items() if type(value) in _PLAIN and key not in _TORCHS_OWN}
         for name, module in model.named_modules()
     }
+
+
+def counters(module: nn.Module) -> dict[str, Any]:
+    """Numbers, words and flags that a module holds as plain attributes, but for its mode."""
+    return {key: value for key, value in vars(module).items() if type(value) in _NUMBERS and key != "training"}
 
 
 def set_attributes(model: nn.Module, values: dict[str, dict[str, Any]]) -> None:

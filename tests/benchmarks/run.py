@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cells
+import checkpoints
 import memory_tree
+import pipelines
 import start
 import steps
 import torch
@@ -26,7 +28,7 @@ from table import conditions, render, rewrite
 
 PRIVATE = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")  # no number may depend on them
 README = Path(__file__).parents[2] / "README.md"
-ALL = ["start", "cells", "steps", "update", "memory"]
+ALL = ["start", "cells", "steps", "pipelines", "update", "checkpoints", "memory"]
 CACHE = Path.home() / ".cache" / "nbtrain-benchmarks" / "nbdistributed"
 
 
@@ -35,13 +37,15 @@ def main() -> None:
         os.environ.pop(name, None)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     options = _options()
-    without_peers = set(options.only) <= {"steps", "update", "memory"}
+    without_peers = set(options.only) <= {"steps", "pipelines", "update", "checkpoints", "memory"}
     missing = "" if without_peers else install_nbdistributed(options.peers, torch.__version__)
     benchmarks: dict[str, Callable[[], list[Row]]] = {
         "start": lambda: start.run(missing, rounds=2 if options.quick else 5),
         "cells": lambda: cells.run(missing, *((20, 1) if options.quick else (60, 3))),
         "steps": lambda: steps.run(rounds=4 if options.quick else 20),
+        "pipelines": lambda: pipelines.run(rounds=4 if options.quick else 12),
         "update": lambda: update.run(*((2,) if options.quick else ())),
+        "checkpoints": lambda: checkpoints.run(*((2,) if options.quick else ())),
         "memory": memory_tree.run,
     }
     rows = []

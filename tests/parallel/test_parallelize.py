@@ -201,7 +201,9 @@ def test_a_model_that_differs_between_ranks_is_refused_on_all() -> None:
 
 def test_what_this_release_lacks_is_said_before_anything_is_done() -> None:
     net = nn.Linear(2, 2)
-    with pytest.raises(NotImplementedError, match="pp=2"):
+    with pytest.raises(NotImplementedError, match="hierarchical=True"):
+        nt.parallelize(net, nt.Plan(hierarchical=True))
+    with pytest.raises(PlanError, match="pp=2 does not divide the 1 ranks"):
         nt.parallelize(net, nt.Plan(pp=2))
     assert layout_of(net) is None
 

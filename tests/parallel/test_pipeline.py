@@ -244,6 +244,47 @@ def test_what_is_drawn_outside_of_modules_is_one_draw() -> None:
     assert len({*first}) > 1  # by microbatch
 
 
+class Counting(Net):
+    """Code outside of modules that counts its calls, in a buffer and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.calls += 1
+        return super().forward(x)
+
+
+class Remembering(Net):
+    """It keeps a mean of activations that no module computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x)
+
+
+def test_what_code_outside_of_modules_counts_it_counts_once_a_microbatch() -> None:
+    def on_rank() -> tuple[int, int, int]:
+        trainer = trainer_of(made(Counting), schedule="interleaved_1f1b")
+        trainer.step(*batch(8, 0))
+        state = int(trainer.state_dict()["seen"])
+        with pytest.raises(ModelError, match="module of its own"):
+            trainer_of(made(Remembering))
+        return state, int(trainer.model.seen), trainer.model.calls
+
+    assert run_ranks(on_rank, 2) == [(4, 4, 4)] * 2
+
+
 def test_errors_say_what_to_type() -> None:
     def refused(kind: type[Exception], cure: str, function: Callable[[], Any]) -> None:
         with pytest.raises(kind) as caught:

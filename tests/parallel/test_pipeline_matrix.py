@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import parity
 import pipeline_matrix as matrix
 import pipeline_models
 import pytest
 import torch
-from parity import rank
+from parity import FP32, Run, rank
 from pipeline_matrix import COMPOSITIONS, PIPELINES, PLAIN, Cell
 from pipeline_models import DROPOUT
 from ranks import run_ranks
@@ -18,7 +19,15 @@ import nbtrain as nt
 from nbtrain.plan.fields import SCHEDULES
 
 MODELS = list(pipeline_models.CASES)
-REFUSED: dict[tuple[str, str], str] = {}
+NO_BLOCKS = "{} has no repeated blocks to recompute"
+NO_CUT = "nothing in {} can be cut over tp="
+REFUSED = {
+    ("MLP", "recompute"): NO_BLOCKS.format("MLP"),
+    ("conv + BatchNorm, one Sequential", "recompute"): NO_BLOCKS.format("Sequential"),
+    ("conv + BatchNorm, one Sequential", "tp2"): NO_CUT.format("Sequential"),
+    ("conv + BatchNorm, residual", "tp2"): NO_CUT.format("ResNet"),
+    ("U-Net", "tp2"): NO_CUT.format("UNet"),
+}
 """How errors begin, by model and by what a cell's name contains."""
 
 
@@ -56,6 +65,17 @@ def _refusal(model: str, cell: Cell) -> str:
     """How the error begins; "" where the cell works."""
     found = [reason for (name, part), reason in REFUSED.items() if name == model and part in str(cell)]
     return found[0] if found else ""
+
+
+def test_batches_change_their_size() -> None:
+    """Microbatches of one and of two samples; at last some of none, and one in which nothing counts."""
+    case, run = pipeline_models.CASES["GPT, (sum, count) loss"], Run(batch=(16, 10, 2))
+
+    def on_rank() -> None:
+        for spec in ("zero=0,schedule=zbv", "zero=3,schedule=1f1b"):
+            parity.check_case(case, f"pp=2,num_microbatches=4,{spec}", run, FP32)
+
+    run_ranks(on_rank, 4)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -111,6 +111,10 @@ class Flow:
     def is_last(self) -> bool:
         return self._end == len(self._score.calls)
 
+    def begins(self, unit: str) -> bool:
+        """Whether the stage begins with ``unit``."""
+        return self._score.calls[self._first].unit == unit
+
     def conduct(self, forward: Callable[[], Any]) -> Any:
         """``forward``'s output; where the stage ends before, what it gives: hooks around the model then see it."""
         try:

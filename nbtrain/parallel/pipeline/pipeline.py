@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from nbtrain.parallel.pipeline.flow import KEPT_SHAPES, Blanks, Flow
 from nbtrain.parallel.pipeline.partition import Partition
 from nbtrain.parallel.pipeline.rehearsal import Rehearsal, Twins
 from nbtrain.parallel.pipeline.runtime import Runtime
+from nbtrain.parallel.pipeline.skeleton import Skeleton
 from nbtrain.parallel.pipeline.stage import Microbatch, Passage, Stage, passages
 from nbtrain.parallel.pipeline.ties import Ties
 from nbtrain.parallel.pipeline.usage import StageUsage
@@ -39,6 +41,10 @@ from nbtrain.plan import Plan
 from nbtrain.plan.pipeline import num_microbatches
 from nbtrain.planner.schedule import Schedule
 from nbtrain.planner.schedules import forward_only, make_schedule
+
+_runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Schedules that were begun on a group, by whatever model: ranks number messages by it, so that none of a schedule that
+ended in the middle is taken for one of a later."""
 
 
 class Pipeline:
@@ -67,7 +73,7 @@ class Pipeline:
         self._model, self._layout = model, layout
         self._units, self.partition, self._twins = units, partition, twins
         self._device, self._input_dtype = device, input_dtype
-        self._blanks = Blanks(device)
+        self._blanks, self._skeleton = Blanks(device), Skeleton(model, units)
         self._passages: dict[Any, list[Passage]] = {}
         self._runtimes: dict[tuple[bool, int], Runtime] = {}
         self._modes: tuple[bool, ...] = ()
@@ -80,6 +86,7 @@ class Pipeline:
 
     def backward(self, chunk: Batch, loss_fn: LossFn | None, divisor: float, tally: Tally, stand_in: StandIn) -> None:
         """Forward and backward of one accumulation chunk; adds to gradients, and on the last stage to ``tally``."""
+        self._count()
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
         count = num_microbatches(self._layout.plan)
@@ -102,13 +109,14 @@ class Pipeline:
             self.usage.note(reduction.found_gradients(self._model, self._layout))
         self._begun, self._is_real = 0, False
         if not self._layout.shards:
-            self.ties.sum_gradients(self._group)
+            self.ties.sum_gradients(self._group, self._tag)
         reduction.reduce(self._model, self._layout, bucket_mb)
         if self._layout.shards:
-            self.ties.sum_gradients(self._group)
+            self.ties.sum_gradients(self._group, self._tag)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn | None, tally: Tally, stand_in: StandIn) -> None:
         """Adds the losses of a batch to ``tally`` on the last stage. No gradients."""
+        self._count()
         parts = batch.chunks(self._layout.plan.pp, uneven=True)
         self._modes = tuple(module.training for module in self._model.modules())
         losses: list[Loss] = []
@@ -130,10 +138,18 @@ class Pipeline:
         vars(self).pop("_group", None)
         self.recover()
 
+    def _count(self) -> None:
+        """First of all: ranks that raise on their way to the schedule have begun it, too."""
+        _runs[self._group] = _runs.get(self._group, 0) + 1
+
+    @property
+    def _tag(self) -> int:
+        return _runs[self._group] % 2**30
+
     def _run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> None:
         runtime = self._runtime(backward, len(microbatches))
         for stage in runtime.held:
-            stage.begin(microbatches, backward=backward)
+            stage.begin(microbatches, self._tag, backward=backward)
         try:
             runtime.run()
         except BaseException:
@@ -157,7 +173,7 @@ class Pipeline:
         watched = functools.partial(self._uncounted, self._model) if is_empty else contextlib.nullcontext
 
         def forward(flow: Flow) -> torch.Tensor | None:
-            root = functools.partial(flow.run, self._model)
+            root = self._counted_once(flow)
             if not flow.is_last:
                 run_model(root, loss_fn, batch)
                 return None
@@ -166,6 +182,21 @@ class Pipeline:
         # what is computed again in backward would be so twice, or not at all where it is selective
         whole = is_empty or self._layout.plan.recompute != "none"
         return Microbatch(self._passages_of(batch, loss_fn), index, forward, watched, whole_backward=whole)
+
+    def _counted_once(self, flow: Flow) -> Callable[..., Any]:
+        """The model's forward in ``flow``; what its own code counts, it counts on the first stage of a rank only."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            again = self._skeleton.counts and not flow.begins(self.partition.begins[self._first])
+            with self._skeleton.unchanged() if again else contextlib.nullcontext():
+                return flow.run(self._model, *args, **kwargs)
+
+        return run
+
+    @functools.cached_property
+    def _first(self) -> int:
+        """The first stage of this rank."""
+        return self.partition.stages_of(self._group.rank())[0]
 
     @staticmethod
     @contextlib.contextmanager
@@ -176,7 +207,7 @@ class Pipeline:
     def _passages_of(self, batch: Batch, loss_fn: LossFn | None) -> list[Passage]:
         key = _signature(batch), self._modes
         if key not in self._passages:
-            score = Rehearsal(self._twins, self._units, self._device).run(
+            score = Rehearsal(self._twins, self._units, self._skeleton, self._device).run(
                 self._model, lambda: run_model(self._forward, loss_fn, batch)
             )
             try:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nbtrain.errors import ModelError, NbtrainError
 from nbtrain.parallel.pipeline.flow import blank, conducted
 from nbtrain.parallel.pipeline.score import Call, Meta, Passed, Score, Value
+from nbtrain.parallel.pipeline.skeleton import Skeleton
 
 _SMALL = 0.02
 
@@ -221,11 +222,12 @@ class Rehearsal:
     Args:
         twins: Of the units.
         units: By name.
+        skeleton: What is around them.
         device: Where the model lives.
     """
 
-    def __init__(self, twins: Twins, units: dict[str, nn.Module], device: torch.device) -> None:
-        self._twins, self._units, self._device = twins, units, device
+    def __init__(self, twins: Twins, units: dict[str, nn.Module], skeleton: Skeleton, device: torch.device) -> None:
+        self._twins, self._units, self._skeleton, self._device = twins, units, skeleton, device
         self._labels = _Labels()
         self._tracker = _Tracker(self._labels)
         self._calls: list[Call] = []
@@ -239,10 +241,13 @@ class Rehearsal:
             for name, (tensor, trains) in parameters.items():
                 self._labels.add(tensor, {name})
                 self._trained |= {name} if trains else set()
-            with torch.no_grad(), conducted(self), self._tracker:
+            with self._skeleton.unchanged(self._is_grown), torch.no_grad(), conducted(self), self._tracker:
                 output = forward()
         reads, names = _sorted_out(self._labels.of(tree_leaves(_plain(output))))
         return Score(tuple(self._calls), reads, names, self._random or self._tracker.random)
+
+    def _is_grown(self, tensor: torch.Tensor) -> bool:
+        return any(isinstance(label, Value) for label in self._labels.of([tensor]))
 
     def conduct(self, forward: Callable[[], Any]) -> Any:
         return forward()

@@ -18,6 +18,7 @@ from nbtrain.parallel.pipeline.partition import Partition, partition
 from nbtrain.parallel.pipeline.pipeline import Pipeline, schedule_of
 from nbtrain.parallel.pipeline.rehearsal import Rehearsal, Twins
 from nbtrain.parallel.pipeline.root import Root
+from nbtrain.parallel.pipeline.skeleton import Skeleton
 from nbtrain.parallel.pipeline.ties import Ties
 from nbtrain.parallel.pipeline.units import find_units, make_units
 from nbtrain.parallel.pipeline.usage import StageUsage
@@ -74,7 +75,7 @@ def find_split(model: nn.Module, layout: Layout, probe: Any, device: torch.devic
     try:
         with probing(model):
             args, kwargs = call
-            score = Rehearsal(Twins(whole, device, counts=True), units, device).run(
+            score = Rehearsal(Twins(whole, device, counts=True), units, Skeleton(model, units), device).run(
                 model, lambda: model.forward(*args, **kwargs)
             )
     finally:

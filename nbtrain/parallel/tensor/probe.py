@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nbtrain.parallel.blueprint import counters
+
 Probe = tuple[tuple[Any, ...], dict[str, Any]]
 
 SAMPLES, LENGTH, TRIES = 2, 8, 60
@@ -47,6 +49,7 @@ def probe_inputs(model: nn.Module, device: torch.device) -> Probe | None:
 def probing(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, without fast paths and caches; its modes, buffers and the random state come back."""
     modes = {module: module.training for module in model.modules()}
+    counted = {module: counters(module) for module in model.modules()}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     config = getattr(model, "config", None)
     cache = getattr(config, "use_cache", None)
@@ -66,6 +69,7 @@ def probing(model: nn.Module) -> Iterator[None]:
                 config.use_cache = cache  # type: ignore[union-attr]
             for module, mode in modes.items():
                 module.training = mode
+                vars(module).update(counted[module])
             with torch.no_grad():
                 for name, buffer in model.named_buffers():
                     if name in buffers and buffers[name].shape == buffer.shape:
