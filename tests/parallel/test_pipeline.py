@@ -320,6 +320,33 @@ def test_errors_say_what_to_type() -> None:
     run_ranks(on_rank, 2)
 
 
+class Nested(nn.Module):
+    """Containers in containers, and a layer that no forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner)
+        self.idle = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def test_containers_are_opened_where_stages_begin_inside() -> None:
+    def on_rank() -> list[str]:
+        told = []
+        for plan in ({}, {"split": ["body.1.2"]}):
+            trainer = trainer_of(made(Nested), **plan)
+            check(trainer, made(Nested))
+            told.append(trainer.describe())
+        return told
+
+    told, _ = run_ranks(on_rank, 2)
+    assert "stage 1, pp rank 1: body.1" in told[0]
+    assert "stage 1, pp rank 1: body.1.2" in told[1]
+
+
 def test_meta_init_makes_each_stage_its_own() -> None:
     def on_rank() -> tuple[dict[str, Any], dict[str, Any]]:
         with nt.meta_init(seed=3):

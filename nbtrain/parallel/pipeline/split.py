@@ -18,13 +18,14 @@ from nbtrain.parallel.pipeline.partition import Partition, partition
 from nbtrain.parallel.pipeline.pipeline import Pipeline, schedule_of
 from nbtrain.parallel.pipeline.rehearsal import Rehearsal, Twins
 from nbtrain.parallel.pipeline.root import Root
+from nbtrain.parallel.pipeline.score import Score
 from nbtrain.parallel.pipeline.skeleton import Skeleton
 from nbtrain.parallel.pipeline.ties import Ties
 from nbtrain.parallel.pipeline.units import find_units, make_units
 from nbtrain.parallel.pipeline.usage import StageUsage
 from nbtrain.parallel.precision import DTYPES
 from nbtrain.parallel.state import structure
-from nbtrain.parallel.tensor.probe import as_call, probe_inputs, probing
+from nbtrain.parallel.tensor.probe import Probe, as_call, probe_inputs, probing
 from nbtrain.parallel.tensor.twin import twin_of
 from nbtrain.parallel.usage import ShardUsage, sharded_records
 
@@ -38,12 +39,16 @@ class Split:
         canonical: For each name of a parameter or buffer of the whole model the first one of the same tensor.
         holders: By canonical name, the pipeline ranks that hold it.
         told: In words.
+        num_units: Of the whole model.
+        begins: What the plan names.
     """
 
     partition: Partition
     canonical: dict[str, str]
     holders: dict[str, tuple[int, ...]]
     told: str
+    num_units: int
+    begins: tuple[str, ...] = ()
 
     def num_holders(self, name: str) -> int:
         """How many pipeline ranks hold a parameter or buffer."""
@@ -64,28 +69,41 @@ def find_split(model: nn.Module, layout: Layout, probe: Any, device: torch.devic
     """
     plan, whole = layout.plan, structure(layout)
     schedule = schedule_of(plan, None)
-    units = find_units(model, schedule.num_stages)
+    begins = () if plan.split == "auto" else tuple(plan.split)
     call = as_call(probe, device) if probe is not None else probe_inputs(twin_of(model, device), device)
     if call is None:
         raise ModelError(
             f"no inputs could be made up that {type(model).__name__}'s forward takes, and the stages of pp={plan.pp} "
             "are found in a forward on a tiny batch; give one: nt.Trainer(..., probe=inputs)"
         )
+    units = find_units(model, schedule.num_stages, begins)
+    score = _score(model, whole, units, call, device)
+    # what no forward calls begins no stage
+    while _num_called(score) < schedule.num_stages and len(more := find_units(model, len(units) + 1, begins)) > len(
+        units
+    ):
+        units, score = more, _score(model, whole, more, call, device)
+    found = partition(model, units, score, schedule.rank_of, list(begins) or "auto")
+    canonical = _canonical(whole)
+    held = [held_names(model, units, found.held_by(rank)) for rank in range(plan.pp)]
+    told = described(found, schedule, model, held)
+    say(told)
+    return Split(found, canonical, holders(canonical, held), told, len(units), begins)
+
+
+def _score(model: nn.Module, whole: nn.Module, units: dict[str, nn.Module], call: Probe, device: torch.device) -> Score:
     make_units(units)
     try:
         with probing(model):
             args, kwargs = call
-            score = Rehearsal(Twins(whole, device, counts=True), units, Skeleton(model, units), device).run(
-                model, lambda: model.forward(*args, **kwargs)
-            )
+            rehearsal = Rehearsal(Twins(whole, device, counts=True), units, Skeleton(model, units), device)
+            return rehearsal.run(model, lambda: model.forward(*args, **kwargs))
     finally:
         unmix(model)
-    found = partition(model, units, score, schedule.rank_of, plan.split if plan.split == "auto" else list(plan.split))
-    canonical = _canonical(whole)
-    held = [held_names(model, units, found.held_by(rank)) for rank in range(plan.pp)]
-    split = Split(found, canonical, holders(canonical, held), described(found, schedule, model, held))
-    say(split.told)
-    return split
+
+
+def _num_called(score: Score) -> int:
+    return len({call.unit for call in score.calls})
 
 
 def hold(model: nn.Module, layout: Layout, split: Split, device: torch.device) -> dict[str, nn.Module]:
@@ -95,7 +113,7 @@ def hold(model: nn.Module, layout: Layout, split: Split, device: torch.device) -
         The units, by name.
     """
     assert layout.mesh is not None, "stages are on ranks"
-    units = find_units(model, split.partition.num_stages)
+    units = find_units(model, split.num_units, split.begins)
     keep(model, units, split.partition.held_by(layout.mesh.get_local_rank("pp")), device)
     make_units(units)
     mix(model, Root)

@@ -6,7 +6,7 @@ skeleton's own code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -38,21 +38,24 @@ def make_units(units: dict[str, nn.Module]) -> None:
         module.__dict__[_NAME] = name
 
 
-def find_units(model: nn.Module, num_stages: int) -> dict[str, nn.Module]:
+def find_units(model: nn.Module, at_least: int, begins: Collection[str] = ()) -> dict[str, nn.Module]:
     """The units of ``model``, by name: blocks, and outside of them the largest modules that are called.
 
     Modules that hold neither parameters nor statistics and draw no random numbers are none: every rank runs them.
 
     Args:
         model: Not laid out yet.
-        num_stages: Containers are opened until there are as many units.
+        at_least: Containers are opened until there are as many units, where there can be.
+        begins: Names of modules that are to begin a stage: what holds them is opened, unless it is a block.
     """
     skeleton = {id(model)}
     blocks = repeated_blocks(model)
-    for name in blocks:
+    known = {name for name, _ in model.named_modules()}
+    outside = [name for name in begins if name in known and not blocks.keys() & set(_ancestors(name))]
+    for name in (*blocks, *outside):
         skeleton |= {id(model.get_submodule(above)) for above in _ancestors(name)}
     units = dict(_walk(model, "", skeleton, set()))
-    while len(units) < num_stages and (largest := _openable(units)) is not None:
+    while len(units) < at_least and (largest := _openable(units)) is not None:
         skeleton.add(id(largest))
         units = dict(_walk(model, "", skeleton, set()))
     return units
