@@ -30,6 +30,7 @@ class Wait:
     seq: int
     tensors: str  # "float32 [4]"
     seconds: float
+    told: str = ""  # the whole in words
 
     @property
     def kind(self) -> str:
@@ -40,7 +41,7 @@ class Wait:
 
     @property
     def text(self) -> str:
-        return f"{self.op} #{self.seq}" + (f" of {self.tensors}" if self.tensors else "")
+        return self.told or f"{self.op} #{self.seq}" + (f" of {self.tensors}" if self.tensors else "")
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ def _look(rank: int, dead: Mapping[int, Death], cells: Sequence[Cell], answer: A
 
 def _wait(entry: Mapping[str, Any]) -> Wait:
     tensors = ", ".join(f"{d} {s}" for d, s in zip(entry["dtypes"], entry["sizes"], strict=False))
-    return Wait(entry["op"], entry["group"], tuple(entry["ranks"]), entry["seq"], tensors, entry["waits_s"])
+    told = entry.get("told", "")
+    return Wait(entry["op"], entry["group"], tuple(entry["ranks"]), entry["seq"], tensors, entry["waits_s"], told)
 
 
 def _where(frame: Mapping[str, Any]) -> str:
@@ -173,7 +175,7 @@ def _row(alike: Sequence[Look], world_size: int) -> tuple[str, ...]:
     waits = []
     for position, wait in enumerate(first.waits):
         longest = max(one.waits[position].seconds for one in alike)
-        waits.append(f"{wait.text}{_of(wait.ranks, world_size)} for {_seconds(longest)}")
+        waits.append(f"{wait.text}{_of(wait, world_size)} for {_seconds(longest)}")
     place = first.place + (f"  (in {first.spot})" if first.spot else "")
     return compact(one.rank for one in alike), _state(first), place, "; ".join(waits)
 
@@ -188,9 +190,9 @@ def _state(one: Look) -> str:
     return f"does not answer{one.about and f', runs {one.about}'}" if one.state == "silent" else one.state
 
 
-def _of(ranks: Sequence[int], world_size: int) -> str:
-    """Which group, unless it is the default one."""
-    return f" of {ranks_text(ranks)}" if ranks and len(ranks) < world_size else ""
+def _of(wait: Wait, world_size: int) -> str:
+    """Which group, unless it is the default one, or told."""
+    return f" of {ranks_text(wait.ranks)}" if wait.ranks and len(wait.ranks) < world_size and not wait.told else ""
 
 
 def _seconds(seconds: float) -> str:
@@ -270,7 +272,7 @@ def _absent(one: Look) -> str:
     """What a rank does that others wait for."""
     at = f" at {one.place}" if one.place else ""
     if one.waits:
-        return f"waiting in {one.waits[0].text} of {ranks_text(one.waits[0].ranks)}{at}"
+        return f"waiting in {(wait := one.waits[0]).text}{'' if wait.told else f' of {ranks_text(wait.ranks)}'}{at}"
     if one.state == "runs":
         return f"waiting for its data in next(loader){at}" if one.spot == "next(loader)" else f"still computing{at}"
     return {

@@ -12,7 +12,7 @@ from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
 from nbtrain.engine import guard, tracebacks
-from nbtrain.parallel import exchange
+from nbtrain.parallel import waits
 
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Char": "int8"}
 _DTYPES |= {"BFloat16": "bfloat16", "Short": "int16", "Byte": "uint8", "Bool": "bool"}
@@ -32,11 +32,12 @@ def pending() -> list[dict[str, Any]]:
     """The collectives that were begun and have not ended, the oldest first.
 
     Each with ``op``, ``group`` (its name), ``ranks`` (of the group), ``seq``, ``sizes``, ``dtypes`` and ``waits_s``.
-    Last are the messages of ``zero=1``, which torch does not record, and what the guard holds back. From any thread.
+    Last are the messages of ``zero=1`` and of stages, which torch does not record and which may be ``told`` in words,
+    and what the guard holds back. From any thread.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None:
-        return [*exchange.waiting(), *guard.waiting()]
+        return [*waits.waiting(), *guard.waiting()]
     entries = json.loads(dump(True, False)).get("entries", [])
     left = [entry for entry in entries if not entry["retired"] and entry["time_created_ns"] > _since_ns]
     ranks = _ranks_by_group() if left else {}
@@ -45,7 +46,7 @@ def pending() -> list[dict[str, Any]]:
     if called:  # gloo's reduce-scatter shows as an all-reduce, and that of an object as what carries it
         shown[-1]["op"] = called
         shown[-1]["waits_s"] = max(shown[-1]["waits_s"], guard.held_s())
-    return [*shown, *exchange.waiting(), *guard.waiting()]
+    return [*shown, *waits.waiting(), *guard.waiting()]
 
 
 def _shown(entry: dict[str, Any], ranks: dict[str, list[int]]) -> dict[str, Any]:

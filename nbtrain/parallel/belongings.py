@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,7 +76,10 @@ class Belongings:
             return dict(_of_trainer(self.trainers[key]))[kind]
         if kind in LOADER_PARTS:
             return dict(_of_loader(self.loaders[key]))[kind]
-        return dict(_of_model(self.models[key]))[(kind, *name)]
+        model, address = self.models[key], (kind, *name)
+        if model.layout.split is not None and kind in ("parameter", "buffer"):
+            return attrgetter(*name)(model.module)  # of another stage: what stands for it here
+        return dict(_of_model(model))[address]
 
     def _addressed(self) -> Iterator[tuple[Address, Any]]:
         for key, model in self.models.items():

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.parallel.waits import waited
+
 Message = tuple[torch.Tensor, int, torch.Tensor, int]
 """What is sent, to whom, where what is heard goes, from whom: ranks of the group."""
 
@@ -32,7 +34,6 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _begun: Counter[str] = Counter()  # exchanges, by the group's name
-_now: list[dict[str, Any]] = []
 
 
 def part(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -76,14 +77,6 @@ def begin_all_gather(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> 
     return _exchanged("all_gather", messages, flat, group, tag)
 
 
-def waiting() -> list[dict[str, Any]]:
-    """What this rank waits in: messages between CPUs, which torch's flight recorder does not see. From any thread.
-
-    Each with ``op``, ``group`` (its name), ``ranks`` (of the group), ``seq``, ``sizes``, ``dtypes`` and ``waits_s``.
-    """
-    return [{**entry, "waits_s": time.time() - entry["since"]} for entry in list(_now)]
-
-
 def _pairs(group: dist.ProcessGroup) -> list[tuple[int, int]]:
     """Whom to send to and whom to hear from, in each round."""
     own, size = group.rank(), group.size()
@@ -93,18 +86,13 @@ def _pairs(group: dist.ProcessGroup) -> list[tuple[int, int]]:
 def _exchanged(op: str, messages: list[Message], flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
     name = group.group_name
     _begun[name] += 1
-    entry = {"op": op, "group": name, "seq": _begun[name], "sizes": [list(flat.shape)], "since": time.time()}
+    number, since = _begun[name], time.time()
     works = [work for message in messages for work in _begin(message, group, tag)]
 
     def wait() -> None:
-        ranks = dist.get_process_group_ranks(group)
-        dtypes = [str(flat.dtype).removeprefix("torch.")]
-        _now.append({**entry, "ranks": ranks, "dtypes": dtypes})
-        try:
+        with waited(op, name, dist.get_process_group_ranks(group), number, [flat], since):
             for work in works:
                 work.wait()
-        finally:
-            _now.pop()
 
     return wait
 

@@ -2,10 +2,13 @@
 
 ::
 
-    donor      the lowest survivor                structure: blueprint, plan, optimizer, scheduler, loss function
-    source     a replica of the dead rank, or     the numbers: weights, buffers, optimizer state
-               the rank that mirrors its shards
+    donor      the lowest survivor                finds for each newcomer its source, and names what was healed
+    source     a replica of the dead rank, or     structure: blueprint, plan, optimizer, scheduler, loss function
+               the rank that mirrors its shards   numbers: weights, buffers, optimizer state
     newcomer   builds the same without a collective, and takes the numbers
+
+The structure comes from the source too: with pipeline parallelism only ranks of the same stages have the dead rank's
+parameters in their optimizer.
 
 Each stage is tried on its own rank, and all ranks hear what failed anywhere before the next begins: what cannot be
 carried over is lost on all ranks alike, and everything else is healed.
@@ -27,6 +30,7 @@ from nbtrain.parallel.plain import Lost, agreed, plain_values
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.parallel.transfer import broadcast, gather, receive, send
 from nbtrain.parallel.update import ShardedUpdate
+from nbtrain.plan import Plan
 
 _SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
 _DEFINED = (types.ModuleType, types.FunctionType, type)
@@ -34,6 +38,7 @@ _AGAIN = "make the model and the trainer again on all ranks, and load what you s
 _TRAINER_AGAIN = "the model is whole: make the trainer again on all ranks"
 _ORDER: list[type] = [ModelHeir, TrainerHeir, LoaderHeir]  # what comes later may link to what was before
 _KEPT = "on no other rank (Trainer(..., redundancy=True) keeps a copy)"
+_ONLY_ONE = "its part of the model was on no other rank (with twice the ranks, dp_replicate=2 keeps a copy)"
 _GONE = f"its shards were {_KEPT}"
 _STATE_GONE = f"its optimizer state was {_KEPT}"
 _PIECES_GONE = f"its pieces of the step that was under way were {_KEPT}"
@@ -112,7 +117,8 @@ class _Healing:
         routes = broadcast(self._routes(heir) if self._is_donor else None, self._survivors[0])
         if isinstance(routes, str):
             return routes
-        structure = _Attempt(lambda: heir.structure(self._here) if self._is_donor else b"")
+        sources = {source for source, _ in routes.values()}
+        structure = _Attempt(lambda: heir.structure(self._here) if self._rank in sources else b"")
         numbers = _Attempt(
             lambda: {
                 newcomer: heir.numbers(self._here, mirrored)
@@ -122,7 +128,7 @@ class _Healing:
         )
         if problem := _first(structure.problem, numbers.problem):
             return problem
-        sent = self._pass({newcomer: (self._survivors[0], structure.value) for newcomer in routes})
+        sent = self._pass({newcomer: (source, structure.value) for newcomer, (source, _) in routes.items()})
         built = _Attempt(lambda: heir.build(self._here, sent) if self._is_new else None)
         if problem := _first(built.problem):
             return problem
@@ -157,8 +163,7 @@ class _Healing:
             if alike:
                 routes[newcomer] = (alike[0], False)
             elif holder is None:
-                state = _STATE_GONE if isinstance(heir, TrainerHeir) else _PIECES_GONE
-                return state if pieces else _GONE
+                return _gone(layout.plan, heir, pieces=pieces)
             elif holder in self._newcomers:
                 return (
                     f"ranks {newcomer} and {holder} are both new, and {holder} alone had a copy of {newcomer}'s shards"
@@ -252,6 +257,15 @@ class _Healing:
         if kind in TRAINER_PARTS:
             return TrainerHeir(key)
         return LoaderHeir(key) if kind in LOADER_PARTS else ModelHeir(key)
+
+
+def _gone(plan: Plan, heir: Heir, *, pieces: bool) -> str:
+    """Why nobody has what a dead rank had."""
+    if plan.dp == 1:
+        return _ONLY_ONE
+    if pieces:
+        return _STATE_GONE if isinstance(heir, TrainerHeir) else _PIECES_GONE
+    return _GONE
 
 
 class _Attempt:

@@ -1,6 +1,6 @@
 """What a rank that takes a dead one's place inherits: models, trainers and loaders, and how each is carried over.
 
-Three ranks take part: a donor, which has the same structure; a source, which has the same numbers; the newcomer.
+Two ranks take part: a source, which has the same structure and the same numbers, and the newcomer.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Heir(Protocol):
     """A model, a trainer or a loader on its way."""
 
     def structure(self, here: Here) -> bytes:
-        """On the donor: all but large tensors."""
+        """On the source: all but large tensors."""
 
     def numbers(self, here: Here, mirrored: bool) -> Any:
         """On the source: tensors and plain data, as `nbtrain.parallel.transfer` sends them.
@@ -127,10 +127,10 @@ class ModelHeir(Heir):
         if not mesh.is_shared(model.layout.mesh):
             raise ModelError("its mesh was made by a cell, which would have to make it again on all ranks")
         trained = {name: parameter.requires_grad for name, parameter in model.module.named_parameters()}
-        now = attributes(model.module), trained
         layout = model.layout
+        now = _own_attributes(model.module, blueprint.module), trained
         update = layout.result.standing() if isinstance(layout.result, ShardedUpdate) else None
-        how = {name: getattr(layout, name) for name in ("order", "tensor", "draws", "compile", "ddp")}
+        how = {name: getattr(layout, name) for name in ("order", "tensor", "draws", "split", "compile", "ddp")}
         return here.pack((blueprint, layout.plan, how, now, update))
 
     def numbers(self, here: Here, mirrored: bool) -> Any:
@@ -260,6 +260,15 @@ def take_weights(module: nn.Module, numbers: dict[str, list[torch.Tensor]]) -> N
                         f"'{name}' is {tuple(local(tensor).shape)} here and {tuple(value.shape)} elsewhere"
                     )
                 local(tensor).copy_(value)
+
+
+def _own_attributes(module: nn.Module, whole: nn.Module) -> dict[str, dict[str, Any]]:
+    """Without the blanks that stand for what other stages hold."""
+    data = {name: {*part._parameters, *part._buffers} for name, part in whole.named_modules()}
+    return {
+        name: {key: value for key, value in held.items() if key not in data.get(name, ())}
+        for name, held in attributes(module).items()
+    }
 
 
 def _watch_steps(optimizer: Optimizer) -> None:

@@ -152,6 +152,7 @@ class Trainer:
             GradientError: With ``grad_clip``: the norm is not finite. With fp16: no scale makes it finite.
         """
         require_all_ranks("Trainer.step")
+        self._stepper.require_whole()  # else a rank that lost it would begin a collective alone
         share = Batch.of(batch, named)
         require_same_batch(share, self._stepper.layout, self._device)
         return self._scalar(self._stepper.step(share.to(self._device), self._accumulate))
@@ -179,9 +180,10 @@ class Trainer:
         Collective.
         """
         require_all_ranks("Trainer.state_dict")
-        if self._stepper.layout.shards or self._stepper.layout.shards_update:
+        layout = self._stepper.layout
+        if layout.shards or layout.shards_update or layout.peers is not None or layout.stages is not None:
             self._stepper.require_whole()
-        return full_state_dict(self.model, self._stepper.layout)
+        return full_state_dict(self.model, layout)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a whole model's state, as `state_dict` gives it; each rank keeps its part.

@@ -16,8 +16,10 @@ from lives import Life, die, run_lives
 from torch import nn
 
 import nbtrain as nt
+from nbtrain.errors import SessionError
 from nbtrain.parallel.heal import heal
 from nbtrain.parallel.mesh import data_coordinate
+from nbtrain.parallel.pipeline import pipeline
 from nbtrain.parallel.totals import Tally
 
 STEPS, FATAL = 6, 3
@@ -38,6 +40,19 @@ PLACES = (
 TENSOR = ("tp ddp", "tp zero3")
 TENSOR_PLACES = ("forward", "in the wait", "optimizer")
 """With ``tp``: peers wait for each other in every layer."""
+
+STAGES = ("pp ddp", "pp zero3", "pp zero1")
+STAGE_DEATHS = [
+    ("noisy", "pp ddp", "forward", 2),
+    ("noisy", "pp ddp", "in the wait", 1),
+    ("conv", "pp zero3", "backward", 0),
+    ("conv", "pp zero3", "optimizer", 3),
+    ("gpt", "pp zero1", "backward", 2),
+    ("gpt", "pp zero1", "gathering", 3),
+    ("gpt", "pp zero1", "between", 1),
+]
+"""With ``pp``: the lowest survivor holds other stages than ranks 2 and 3, the embedding is tied over stages, and
+dropout goes on without a mirror: what a microbatch draws depends on its number."""
 
 UPDATES = ("zero1", "zero1 mirrored")
 UPDATE_PLACES = ("backward", "behind the wait", "optimizer", "gathering")
@@ -86,6 +101,7 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str, dict[str, Any]]] = {
     "net": (Net, nn.functional.mse_loss, "mlp", {"optimizer": momentum, "grad_clip": 0.5}),
     "gpt": (models.GPT, models.token_mean, "gpt", {"optimizer": adamw, "scheduler": cosine, "accumulate": 2}),
+    "conv": (models.ConvNet, nn.functional.cross_entropy, "conv", {"optimizer": momentum, "grad_clip": 0.5}),
     "noisy": (Noisy, models.token_mean, "gpt", {"optimizer": adamw}),
     "split": (zoo.SplitGPT, models.token_mean, "gpt", {"optimizer": adamw, "grad_clip": 0.5}),
 }
@@ -97,6 +113,9 @@ PLANS = {
     "bf16": ("zero=3,precision=bf16", 2, {"redundancy": True}),
     "zero1": ("zero=1,dp_replicate=2,dp_shard=2", 4, {}),
     "zero1 mirrored": ("zero=1", 3, {"redundancy": True}),
+    "pp ddp": ("zero=0,pp=2,num_microbatches=4", 4, {}),
+    "pp zero3": ("zero=3,pp=2,num_microbatches=4", 4, {"redundancy": True}),
+    "pp zero1": ("zero=1,pp=2,schedule=zbv,num_microbatches=4", 4, {"redundancy": True}),
     "tp ddp": ("zero=0,tp=2", 4, {}),
     "tp zero3": ("zero=3,tp=2,sequence_parallel=true", 4, {"redundancy": True}),
 }
@@ -126,9 +145,11 @@ def doom(trainer: nt.Trainer, place: str) -> None:
     """Makes this rank die in the next step, or before it."""
     if place == "between":
         die()
-    if place == "forward":
+    if trainer.plan.pp > 1 and place in ("forward", "backward"):
+        setattr(pipeline.Stage, f"{place}_one_chunk", _third_time(getattr(pipeline.Stage, f"{place}_one_chunk")))
+    elif place == "forward":
         trainer._stepper.loss_fn = lambda *args: die()
-    if place == "backward":
+    elif place == "backward":
         loss_fn = trainer._stepper.loss_fn
         trainer._stepper.loss_fn = lambda *args: _Fatal.apply(loss_fn(*args))
     if place == "mirroring" and trainer._stepper.mirror is not None:
@@ -148,6 +169,12 @@ def doom(trainer: nt.Trainer, place: str) -> None:
         trainer.optimizer.step = die
     if place == "gathering":
         trainer.model._all_gather = lambda buffers: die()
+
+
+def _third_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dies in the middle of a schedule."""
+    calls = itertools.count(1)
+    return lambda *args, **options: die() if next(calls) == 3 else function(*args, **options)
 
 
 class _Fatal(torch.autograd.Function):
@@ -198,6 +225,8 @@ def disturbed(kind: str, plan: str, dying: tuple[int, ...], place: str) -> list[
     def live_on(life: Life) -> Any:
         trainer = make(kind, plan)
         namespace = {"trainer": trainer, "model": trainer.model, "optimizer": trainer.optimizer, "before": 1}
+        if plan == "pp ddp":
+            namespace["positions"] = trainer.model.positions.weight  # of the first stage: the others have a blank
         losses = {}
         try:
             for step in range(1, FATAL + 1):
@@ -217,7 +246,7 @@ def disturbed(kind: str, plan: str, dying: tuple[int, ...], place: str) -> list[
         report = heal(namespace, dying)
         # two ranks that have the same number say that it is nobody's own
         missing = [] if PLANS[plan][1] - len(dying) > 1 else ["before"]
-        healed = ["trainer", "model", "optimizer"]
+        healed = ["trainer", "model", "optimizer", *(["positions"] if plan == "pp ddp" else [])]
         assert report == {"healed": healed, "lost": {}, "missing": missing, "reset": []}
         trainer = namespace["trainer"]
         assert namespace["model"] is trainer.model
@@ -243,7 +272,7 @@ def check(kind: str, plan: str, dying: tuple[int, ...], place: str) -> None:
 def _sweep() -> list[tuple[str, str, str, int]]:
     """Every plan with every place; models and ranks take turns."""
     cases = []
-    everywhere = itertools.product([plan for plan in PLANS if plan not in (*UPDATES, *TENSOR)], PLACES)
+    everywhere = itertools.product([plan for plan in PLANS if plan not in (*UPDATES, *TENSOR, *STAGES)], PLACES)
     some = [*itertools.product(UPDATES, UPDATE_PLACES), *itertools.product(TENSOR, TENSOR_PLACES)]
     for turn, (plan, place) in enumerate([*everywhere, *some]):
         # dropout goes on where a mirror knows how
@@ -251,7 +280,7 @@ def _sweep() -> list[tuple[str, str, str, int]]:
         if plan in TENSOR:
             kinds = ["split"]
         cases.append((kinds[turn % len(kinds)], plan, place, (turn + turn // len(PLACES)) % PLANS[plan][1]))
-    return cases
+    return [*cases, *STAGE_DEATHS]
 
 
 @pytest.mark.parametrize(("kind", "plan", "place", "rank"), _sweep())
@@ -259,7 +288,7 @@ def test_wherever_a_rank_dies(kind: str, plan: str, place: str, rank: int) -> No
     check(kind, plan, (rank,), place)
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "tp zero3"])  # their attention is inline
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan not in ("tp zero3", *STAGES)])  # attention is inline
 @pytest.mark.parametrize("kind", ["gpt", "noisy"])
 def test_tied_weights_schedules_accumulation_and_dropout(kind: str, plan: str) -> None:
     if kind == "noisy" and not PLANS[plan][2]:
@@ -320,3 +349,24 @@ def test_one_after_another(plan: str) -> None:
     for got, after in alive:
         assert got == pytest.approx({step: losses[step] for step in got}, rel=2e-6)
         torch.testing.assert_close(after, state, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stage_that_no_other_rank_has_is_lost() -> None:
+    def live_on(life: Life) -> None:
+        torch.manual_seed(0)
+        trainer = nt.Trainer(
+            models.ConvNet(), nt.Plan(pp=2, num_microbatches=4), optimizer=momentum, loss_fn=nn.functional.cross_entropy
+        )
+        trainer.step(*models.CASES["conv"].batch(torch.Generator().manual_seed(1), BATCH))
+        if life.rank == 1:
+            die()
+        go_on(life, {"trainer": trainer})
+        with pytest.raises(SessionError, match=r"the trainer ended with rank 1: .*; make the model and the trainer"):
+            trainer.evaluate([models.CASES["conv"].batch(torch.Generator().manual_seed(2), BATCH)])
+
+    def go_on(life: Life, namespace: dict[str, Any]) -> None:
+        life.rejoin(1, (1,))
+        report = heal(namespace, (1,))
+        assert "dp_replicate=2 keeps a copy" in report["lost"]["trainer"]
+
+    run_lives(live_on, lambda life: go_on(life, {}), 2, (1,))

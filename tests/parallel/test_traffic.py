@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import nbtrain as nt
 from nbtrain.engine.recorder import pending
-from nbtrain.parallel import exchange
+from nbtrain.parallel import waits
 from nbtrain.parallel.holdings import holdings
 from nbtrain.parallel.shard import num_root_parameters
 from nbtrain.plan.footprint import bytes_moved, format_bytes, model_states
@@ -168,6 +168,6 @@ def test_a_rank_that_waits_for_messages_is_seen_waiting() -> None:
         else:
             dist.barrier(group)  # until the other has been seen
             step(trainer)
-        assert exchange.waiting() == []
+        assert waits.waiting() == []
 
     run_ranks(on_rank, 2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,10 @@ from nbtrain.plan import Plan
 from nbtrain.plan.pipeline import num_microbatches
 from nbtrain.planner.schedule import Schedule
 from nbtrain.planner.schedules import forward_only, make_schedule
+
+_runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Schedules that were begun on a group, by whatever model: ranks number messages by it, so that none of a schedule that
+ended in the middle is taken for one of a later."""
 
 
 class Pipeline:
@@ -81,6 +86,7 @@ class Pipeline:
 
     def backward(self, chunk: Batch, loss_fn: LossFn | None, divisor: float, tally: Tally, stand_in: StandIn) -> None:
         """Forward and backward of one accumulation chunk; adds to gradients, and on the last stage to ``tally``."""
+        self._count()
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
         count = num_microbatches(self._layout.plan)
@@ -103,13 +109,14 @@ class Pipeline:
             self.usage.note(reduction.found_gradients(self._model, self._layout))
         self._begun, self._is_real = 0, False
         if not self._layout.shards:
-            self.ties.sum_gradients(self._group)
+            self.ties.sum_gradients(self._group, self._tag)
         reduction.reduce(self._model, self._layout, bucket_mb)
         if self._layout.shards:
-            self.ties.sum_gradients(self._group)
+            self.ties.sum_gradients(self._group, self._tag)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn | None, tally: Tally, stand_in: StandIn) -> None:
         """Adds the losses of a batch to ``tally`` on the last stage. No gradients."""
+        self._count()
         parts = batch.chunks(self._layout.plan.pp, uneven=True)
         self._modes = tuple(module.training for module in self._model.modules())
         losses: list[Loss] = []
@@ -131,10 +138,18 @@ class Pipeline:
         vars(self).pop("_group", None)
         self.recover()
 
+    def _count(self) -> None:
+        """First of all: ranks that raise on their way to the schedule have begun it, too."""
+        _runs[self._group] = _runs.get(self._group, 0) + 1
+
+    @property
+    def _tag(self) -> int:
+        return _runs[self._group] % 2**30
+
     def _run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> None:
         runtime = self._runtime(backward, len(microbatches))
         for stage in runtime.held:
-            stage.begin(microbatches, backward=backward)
+            stage.begin(microbatches, self._tag, backward=backward)
         try:
             runtime.run()
         except BaseException:

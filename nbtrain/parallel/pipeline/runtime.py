@@ -39,7 +39,9 @@ class Runtime(_PipelineScheduleRuntime):
         self.stage_index_to_group_rank = dict(enumerate(schedule.rank_of))
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        self.fwd_recv_ops, self.bwd_recv_ops = _Waited("activations"), _Waited("gradients")
+        by_index = {stage.stage_index: stage for stage in stages}
+        self.fwd_recv_ops = _Waited("activations", -1, by_index)
+        self.bwd_recv_ops = _Waited("gradients", 1, by_index)
         # without torch's actions for FSDP and gradients: these are no matter of the schedule here
         actions = {rank: [_as_torchs(step) for step in steps] for rank, steps in enumerate(schedule.steps)}
         self.pipeline_order_with_comms = _add_send_recv(
@@ -51,23 +53,30 @@ class Runtime(_PipelineScheduleRuntime):
         count = self.schedule.num_microbatches
         with _quiet():
             self._step_microbatches([()] * count, [{}] * count, return_outputs=False)
+        for stage in self.held:
+            stage.finish_sends()
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Shapes are known."""
 
 
 class _Waited(dict[tuple[int, int], list[dist.Work]]):
-    """Pending messages; to take some out is to wait for them."""
+    """Messages to the stages of this rank that are under way; to take some out is to wait for them.
 
-    def __init__(self, what: str) -> None:
+    Args:
+        what: They carry.
+        step: From a stage to the one that they come from.
+        stages: Of this rank, by index.
+    """
+
+    def __init__(self, what: str, step: int, stages: dict[int, Stage]) -> None:
         super().__init__()
-        self._what = what
+        self._what, self._step, self._stages = what, step, stages
 
     def pop(self, key: tuple[int, int], *default: Any) -> list[dist.Work]:
         stage, microbatch = key
         with recorder().span(EventKind.RECEIVE, stage, microbatch, self._what):
-            for work in super().pop(key, *default):
-                work.wait()
+            self._stages[stage].wait("receive", self._what, microbatch, stage + self._step, super().pop(key, *default))
         return []
 
 

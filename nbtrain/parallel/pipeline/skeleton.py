@@ -34,7 +34,7 @@ class Skeleton:
 
     @contextmanager
     def unchanged(self, grown: Callable[[torch.Tensor], bool] | None = None) -> Iterator[None]:
-        """Puts back what code inside changes.
+        """Puts back what code inside changes, by an exception too.
 
         Args:
             grown: Whether a tensor comes from what units gave; None: not asked.
@@ -49,23 +49,31 @@ class Skeleton:
             if buffer is not None
         }
         attributes = {name: counters(module) for name, module in self._modules.items()}
-        yield
-        for name, module in self._modules.items():
-            if counters(module) != attributes[name]:
+        computed = ""
+        try:
+            yield
+        finally:
+            for name, module in self._modules.items():
+                if counters(module) != attributes[name]:
+                    self.counts = True
+                    vars(module).update(attributes[name])
+            for (name, key), (module, buffer, version, value) in buffers.items():
+                now = module._buffers.get(key)
+                if now is buffer and buffer._version == version:
+                    continue
                 self.counts = True
-                vars(module).update(attributes[name])
-        for (name, key), (module, buffer, version, value) in buffers.items():
-            now = module._buffers.get(key)
-            if now is buffer and buffer._version == version:
-                continue
-            self.counts = True
-            if grown is not None and now is not None and grown(now):
-                raise ModelError(
-                    f"'{name}.{key}'".replace("'.", "'")
-                    + " is a buffer that the model's forward computes from activations, outside of any module that one "
-                    "stage runs whole: put it into a module of its own, or type pp=1"
-                )
-            module._buffers[key] = buffer
-            if buffer._version != version:
-                with torch.no_grad():
-                    buffer.copy_(value)
+                if grown is not None and now is not None and grown(now):
+                    computed = computed or f"{name}.{key}".removeprefix(".")
+                _put_back(module, key, buffer, version, value)
+        if computed:
+            raise ModelError(
+                f"'{computed}' is a buffer that the model's forward computes from activations, outside of any module "
+                "that one stage runs whole: put it into a module of its own, or type pp=1"
+            )
+
+
+def _put_back(module: nn.Module, key: str, buffer: torch.Tensor, version: int, value: torch.Tensor) -> None:
+    module._buffers[key] = buffer
+    if buffer._version != version:
+        with torch.no_grad():
+            buffer.copy_(value)

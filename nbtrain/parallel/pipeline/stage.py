@@ -11,7 +11,8 @@ own shapes, several tensors cross, some of them only pass through, and which of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -28,6 +29,7 @@ from nbtrain.parallel.pipeline.flow import Blanks, Flow
 from nbtrain.parallel.pipeline.graph import eager
 from nbtrain.parallel.pipeline.score import Meta, Score, Value
 from nbtrain.parallel.tensor.random import Draws
+from nbtrain.parallel.waits import waited
 from nbtrain.telemetry.timeline import recorder
 
 
@@ -145,10 +147,13 @@ class Stage(_PipelineStageBase):
         self._blanks, self._draws = blanks, draws
         self._boxes = _Boxes()
         self._microbatches: Sequence[Microbatch] = ()
+        self._sent: list[tuple[str, int, int, list[dist.Work]]] = []  # what, microbatch, to which stage
+        self._num_waits = self._tag = 0
 
-    def begin(self, microbatches: Sequence[Microbatch], *, backward: bool) -> None:
-        """Before a run of the schedule."""
-        self._microbatches, self._boxes = microbatches, _Boxes()
+    def begin(self, microbatches: Sequence[Microbatch], tag: int, *, backward: bool) -> None:
+        """Before a run of the schedule; messages of another ``tag`` are never taken for its own."""
+        self._microbatches, self._boxes, self._tag = microbatches, _Boxes(), tag
+        self._sent.clear()
         self.chunks = len(microbatches)
         self.has_backward = backward
 
@@ -160,7 +165,7 @@ class Stage(_PipelineStageBase):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         passage = self._passage(fwd_chunk_id)
         self._boxes.received[fwd_chunk_id] = self._buffers(passage, passage.incoming)
-        return self._messages(dist.irecv, self._boxes.received[fwd_chunk_id].values(), self.stage_index - 1)
+        return self._receives(self._boxes.received[fwd_chunk_id].values(), self.stage_index - 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self._boxes.received[mb_index] = {value: tensor.detach() for value, tensor in prev_stage_outputs.items()}
@@ -201,15 +206,14 @@ class Stage(_PipelineStageBase):
         return tensor.to(meta.dtype).contiguous()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        with self._span(EventKind.SEND, fwd_chunk_id, "activations"):
-            return self._messages(dist.isend, self._boxes.sent.pop(fwd_chunk_id).values(), self.stage_index + 1)
+        return self._send("activations", fwd_chunk_id, self._boxes.sent.pop(fwd_chunk_id), self.stage_index + 1)
 
     # backward
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         passage = self._passage(bwd_chunk_id)
         self._boxes.gradients[bwd_chunk_id] = self._buffers(passage, passage.with_gradient(passage.outgoing))
-        return self._messages(dist.irecv, self._boxes.gradients[bwd_chunk_id].values(), self.stage_index + 1)
+        return self._receives(self._boxes.gradients[bwd_chunk_id].values(), self.stage_index + 1)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self._boxes.gradients[mb_index] = next_stage_bwd_outputs
@@ -246,8 +250,7 @@ class Stage(_PipelineStageBase):
         return self._boxes.returned.pop(mb_index)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        with self._span(EventKind.SEND, bwd_chunk_id, "gradients"):
-            return self._messages(dist.isend, self._boxes.returned.pop(bwd_chunk_id).values(), self.stage_index - 1)
+        return self._send("gradients", bwd_chunk_id, self._boxes.returned.pop(bwd_chunk_id), self.stage_index - 1)
 
     def _roots(
         self, graph: _Graph, arrived: Mapping[Value, torch.Tensor]
@@ -295,19 +298,53 @@ class Stage(_PipelineStageBase):
         metas = {value: passage.meta(value) for value in values}
         return {value: torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for value, meta in metas.items()}
 
-    def _messages(self, send_or_receive: Any, tensors: Any, stage: int) -> list[dist.P2POp]:
+    def _receives(self, tensors: Iterable[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
         return [
-            dist.P2POp(send_or_receive, _on_wire(tensor), group=self.group, group_peer=peer)
+            dist.P2POp(dist.irecv, _on_wire(tensor), group=self.group, tag=self._tag, group_peer=peer)
             for tensor in tensors
             if tensor.numel()
         ]
+
+    def _send(self, what: str, microbatch: int, tensors: Mapping[Value, torch.Tensor], stage: int) -> list[dist.P2POp]:
+        """Begins to send, here and not in torch's runtime: so that it is known who waits for what to be taken."""
+        peer = self.stage_index_to_group_rank[stage]
+        with self._span(EventKind.SEND, microbatch, what):
+            works = [
+                dist.isend(_on_wire(tensor), group=self.group, tag=self._tag, group_dst=peer)
+                for tensor in tensors.values()
+                if tensor.numel()
+            ]
+        self._sent.append((what, microbatch, stage, [work for work in works if work is not None]))
+        return []
+
+    def finish_sends(self) -> None:
+        """Waits until all that was sent is taken."""
+        while self._sent:
+            what, microbatch, stage, works = self._sent.pop()
+            self.wait("send", what, microbatch, stage, works)
+
+    def wait(self, op: str, what: str, microbatch: int, other: int, works: Sequence[dist.Work]) -> None:
+        """Waits for messages to or from stage ``other``; meanwhile `nbtrain.parallel.waits` tells it."""
+        assert self.group is not None, "stages are on ranks"
+        own, peer = dist.get_rank(), dist.get_global_rank(self.group, self.stage_index_to_group_rank[other])
+        self._num_waits += 1
+        number = self._microbatches[microbatch].index
+        told = (
+            f"the {op} of microbatch {number}'s {what}, stage {self.stage_index} "
+            f"{'from' if op == 'receive' else 'to'} stage {other} on rank {peer}"
+        )
+        name = f"{self.group.group_name}/{op} {own}-{peer}"
+        with waited(op, name, sorted((own, peer)), self._num_waits, (), time.time(), told):
+            for work in works:
+                work.wait()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Gradients are reduced behind the schedule."""
 
     def clear_runtime_states(self) -> None:
         self._microbatches, self._boxes = (), _Boxes()
+        self._sent.clear()
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("shapes are found by a rehearsal")

@@ -30,15 +30,20 @@ class Ties:
         for parameter, holders in shared:
             self._by_holders[holders, parameter.dtype].append(parameter)
 
-    def sum_gradients(self, group: dist.ProcessGroup) -> None:
-        """Collective over the pipeline ranks that share some; where a rank has no gradient it adds zeros."""
+    def sum_gradients(self, group: dist.ProcessGroup, tag: int) -> None:
+        """Collective over the pipeline ranks that share some; where a rank has no gradient it adds zeros.
+
+        Args:
+            group: The pipeline ranks.
+            tag: Messages of another tag are never taken for these.
+        """
         for (holders, _), parameters in sorted(
             self._by_holders.items(), key=lambda item: (item[0][0], str(item[0][1]))
         ):
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
             with recorder().span(EventKind.COLLECTIVE, name="sum over stages"):
                 if flat.numel():
-                    _sum(flat, holders, group)
+                    _sum(flat, holders, group, tag)
             sizes = [local(parameter).numel() for parameter in parameters]
             for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
                 gradient = local(parameter.grad) if parameter.grad is not None else None
@@ -53,16 +58,16 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(local(parameter.detach())) if gradient is None else local(gradient)
 
 
-def _sum(flat: torch.Tensor, holders: tuple[int, ...], group: dist.ProcessGroup) -> None:
+def _sum(flat: torch.Tensor, holders: tuple[int, ...], group: dist.ProcessGroup, tag: int) -> None:
     """The first holder adds up, in the order of the ranks, and sends the sum to the others."""
     first, *others = holders
     if group.rank() != first:
-        dist.send(flat, group=group, group_dst=first)
-        dist.recv(flat, group=group, group_src=first)
+        dist.send(flat, group=group, tag=tag, group_dst=first)
+        dist.recv(flat, group=group, tag=tag, group_src=first)
         return
     for rank in others:
         part = torch.empty_like(flat)
-        dist.recv(part, group=group, group_src=rank)
+        dist.recv(part, group=group, tag=tag, group_src=rank)
         flat += part
     for rank in others:
-        dist.send(flat, group=group, group_dst=rank)
+        dist.send(flat, group=group, tag=tag, group_dst=rank)
