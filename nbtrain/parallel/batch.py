@@ -79,6 +79,10 @@ class Batch:
         sample = self._map(lambda tensor: tensor[:1].clone() if self._is_cut(tensor) else tensor)
         return Batch(sample.positional, sample.named, 1)
 
+    def cloned(self) -> Batch:
+        """The same in memory of its own."""
+        return self._map(torch.clone)
+
     def zeros(self) -> Batch:
         """One sample of zeros, where it has none."""
         sample = self._map(lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]) if self._is_cut(tensor) else tensor)

@@ -34,7 +34,7 @@ from nbtrain.plan import Plan
 
 _SHELL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
 _DEFINED = (types.ModuleType, types.FunctionType, type)
-_AGAIN = "make the model and the trainer again on all ranks, and load what you saved of state_dict()"
+_AGAIN = "make the model and the trainer again on all ranks, and trainer.load what trainer.save wrote"
 _TRAINER_AGAIN = "the model is whole: make the trainer again on all ranks"
 _ORDER: list[type] = [ModelHeir, TrainerHeir, LoaderHeir]  # what comes later may link to what was before
 _KEPT = "on no other rank (Trainer(..., redundancy=True) keeps a copy)"

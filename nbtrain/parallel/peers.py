@@ -9,28 +9,40 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
-from nbtrain.errors import BatchError
+from nbtrain.errors import BatchError, ModelError
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 
 
-def require_same_batch(batch: Batch, layout: Layout, device: torch.device) -> None:
+def require_same_batch(batch: Batch, layout: Layout, device: torch.device, problem: str = "") -> None:
     """Raises `BatchError` on every peer when their batches differ, in shape or in any bit. Collective, 32 bytes an
     axis; nothing without peers.
 
     Fed different data, peers would multiply parts of one sample with parts of another; with different shapes gloo
     ends the process. So this comes before forward.
+
+    Args:
+        batch: This rank's.
+        layout: Says who the peers are.
+        device: What their groups move.
+        problem: Why this rank cannot take a step; "" where it can.
+
+    Raises:
+        BatchError: Batches differ.
+        ModelError: Some peer cannot take the step.
     """
     for axis, peers in (("tensor", layout.peers), ("pipeline", layout.stages)):
         if peers is not None:
-            _require_same(batch, axis, peers, device)
+            _require_same(batch, axis, peers, device, problem)
 
 
-def _require_same(batch: Batch, axis: str, peers: dist.ProcessGroup, device: torch.device) -> None:
+def _require_same(batch: Batch, axis: str, peers: dist.ProcessGroup, device: torch.device, problem: str) -> None:
     shape, content = _digests(batch)
-    span = torch.tensor([shape, -shape, content, -content], device=device)
+    span = torch.tensor([shape, -shape, content, -content, bool(problem)], device=device)
     dist.all_reduce(span, op=dist.ReduceOp.MAX, group=peers)
-    top_shape, bottom_shape, top, bottom = span.tolist()
+    top_shape, bottom_shape, top, bottom, refused = span.tolist()
+    if refused:
+        raise ModelError(problem or "another rank of this model cannot take a step, and says why")
     if top_shape == -bottom_shape and top == -bottom:
         return
     ranks = ", ".join(map(str, dist.get_process_group_ranks(peers)))

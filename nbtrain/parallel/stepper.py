@@ -96,7 +96,8 @@ class Stepper:
     def step(self, whole: Batch, accumulate: int) -> float:
         """The global mean loss. Whatever raises, the weights stay and the next step starts afresh."""
         self.require_whole()
-        self._require_unchanged()
+        if changes := self.changes():
+            raise ModelError(changes)
         if isinstance(self.model, ShardedUpdate):
             self.model.claim(self.optimizer)
         if torch.is_inference_mode_enabled():
@@ -343,18 +344,20 @@ class Stepper:
             self._snapshot.restore()
         self.phase = Phase(Stage.STEPPED, self.phase.num_steps)
 
-    def _require_unchanged(self) -> None:
+    def changes(self) -> str:
+        """Why the trainer does not fit its model any more; "" where it does."""
         if self.layout.shards:
             shard.reshard(self.model)  # behind a forward outside of a step FSDP has other parameters in their place
         now = self._signature()
-        if len(now) != len(self._laid_out) or any(
-            parameter is not before or trains != trained
+        if len(now) == len(self._laid_out) and all(
+            parameter is before and trains == trained
             for (parameter, trains), (before, trained) in zip(now, self._laid_out, strict=True)
         ):
-            raise ModelError(
-                "parameters were added, removed, replaced, frozen or unfrozen after the trainer was made, and it does "
-                "not train them; make the model again and a new Trainer of it"
-            )
+            return ""
+        return (
+            "parameters were added, removed, replaced, frozen or unfrozen after the trainer was made, and it does not "
+            "train them; make the model again and a new Trainer of it"
+        )
 
     def _signature(self) -> list[tuple[nn.Parameter, bool]]:
         """The parameters, and whether each trains."""

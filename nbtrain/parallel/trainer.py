@@ -154,7 +154,7 @@ class Trainer:
         require_all_ranks("Trainer.step")
         self._stepper.require_whole()  # else a rank that lost it would begin a collective alone
         share = Batch.of(batch, named)
-        require_same_batch(share, self._stepper.layout, self._device)
+        require_same_batch(share, self._stepper.layout, self._device, self._stepper.changes())
         return self._scalar(self._stepper.step(share.to(self._device), self._accumulate))
 
     def evaluate(self, batches: Iterable[Any]) -> torch.Tensor:

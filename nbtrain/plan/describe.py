@@ -50,7 +50,7 @@ def _placement(plan: Plan, stage: int) -> str:
     # ZeRO-2 runs as FSDP that does not reshard after forward: between steps its parameters are sharded
     shards_from = 2 if stage == 3 else stage
     if plan.zero < shards_from or plan.dp_shard == 1:
-        return f"replicated: {'its part of each layer' if plan.tp > 1 else 'a whole copy'} on each rank"
+        return f"replicated: {_own_part(plan)} on each rank"
     sharded = f"sharded over {_degree(plan.dp_shard)} ranks"
     if plan.dp_replicate != 1:
         sharded += f", {_degree(plan.dp_replicate)} replicas"
@@ -60,6 +60,14 @@ def _placement(plan: Plan, stage: int) -> str:
     if plan.pp > 1:  # gathered for each microbatch it would move m times as much
         moment = "from the first microbatch's forward to the last one's backward"
     return f"{sharded}; whole {moment}"
+
+
+def _own_part(plan: Plan) -> str:
+    """What of the model is on a rank where data parallelism cuts nothing."""
+    layers = "its stages' layers" if plan.pp > 1 else "each layer"
+    if plan.tp > 1:
+        return f"its part of {layers}"
+    return layers if plan.pp > 1 else "a whole copy"
 
 
 def _traffic(plan: Plan) -> str:

@@ -98,6 +98,11 @@ def test_zero_and_what_differs_from_the_defaults_is_shown() -> None:
     assert repr(Plan(zero=0, offload=["optimizer", "params"])) == "Plan(zero=0, offload='params+optimizer')"
 
 
+def test_a_pipelines_rank_has_no_whole_copy() -> None:
+    assert "replicated: its stages' layers on each rank" in Plan(pp=2).describe(world_size=2)
+    assert "replicated: its part of its stages' layers" in Plan(pp=2, tp=2).describe(world_size=4)
+
+
 def test_precision_recomputation_and_offload_are_described() -> None:
     text = Plan(precision="fp16", recompute=2, offload="params+activations").describe(world_size=2)
     assert "fp16 compute under a loss scale" in text

@@ -31,11 +31,17 @@ def described(partition: Partition, schedule: Schedule, model: nn.Module, held: 
             f"  stage {stage}, pp rank {partition.rank_of[stage]}: {shown} "
             f"({sum(sizes[name] for name in own):,} parameters, {partition.costs[stage]:.0%} of the operations)"
         )
-    counts = [sum(name in names for names in held) for name in order]
-    shared = [name for name, count in zip(order, counts, strict=True) if count > 1]
-    if shared:
+    if shared := _shared(model, held):
         lines.append(f"  held by several ranks, whose gradients are summed: {', '.join(map(repr, shared))}")
     return "\n".join(lines)
+
+
+def _shared(model: nn.Module, held: list[set[str]]) -> list[str]:
+    """Names of what several ranks hold; of tied ones, which may go by other names there, the first."""
+    tied: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    return [names[0] for names in tied.values() if sum(not own.isdisjoint(names) for own in held) > 1]
 
 
 def _in_order(parts: frozenset[str], order: list[str]) -> list[str]:

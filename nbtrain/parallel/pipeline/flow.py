@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from nbtrain.errors import ModelError
@@ -30,6 +32,7 @@ class Cut(BaseException):
 
 class _Current:
     conductor: Conductor | None = None
+    losing = False
 
 
 def current() -> Conductor | None:
@@ -45,6 +48,25 @@ def conducted(conductor: Conductor | None) -> Iterator[None]:
         yield
     finally:
         _Current.conductor = before
+
+
+def is_losing() -> bool:
+    """Whether a loss function runs."""
+    return _Current.losing
+
+
+def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``loss_fn``, during which `is_losing`."""
+
+    @functools.wraps(loss_fn)
+    def losing(*args: Any, **kwargs: Any) -> Any:
+        before, _Current.losing = _Current.losing, True
+        try:
+            return loss_fn(*args, **kwargs)
+        finally:
+            _Current.losing = before
+
+    return losing
 
 
 KEPT_SHAPES = 64
@@ -79,6 +101,7 @@ class Flow:
 
     Args:
         score: Of this forward.
+        units: Of the model, by name.
         first: The stage's first call.
         end: The call behind its last.
         received: What earlier stages computed and this one, or a later one, reads.
@@ -91,6 +114,7 @@ class Flow:
     def __init__(
         self,
         score: Score,
+        units: Mapping[str, nn.Module],
         first: int,
         end: int,
         received: Mapping[Value, torch.Tensor],
@@ -99,7 +123,7 @@ class Flow:
         draws: Draws | None,
         microbatch: int,
     ) -> None:
-        self._score = score
+        self._score, self._units = score, units
         self._first, self._end = first, end
         self._received, self._wanted = received, wanted
         self._blanks = blanks
@@ -111,9 +135,10 @@ class Flow:
     def is_last(self) -> bool:
         return self._end == len(self._score.calls)
 
-    def begins(self, unit: str) -> bool:
-        """Whether the stage begins with ``unit``."""
-        return self._score.calls[self._first].unit == unit
+    @property
+    def first(self) -> int:
+        """The stage's first call."""
+        return self._first
 
     def conduct(self, forward: Callable[[], Any]) -> Any:
         """``forward``'s output; where the stage ends before, what it gives: hooks around the model then see it."""
@@ -140,10 +165,13 @@ class Flow:
         call = self._expected(unit, position)
         self._position += 1
         if position < self._first:
-            return self._stand_in(position, call, (args, kwargs))
+            stand_ins = [self._leaf(Value(position, i), leaf, (args, kwargs)) for i, leaf in enumerate(call.leaves)]
+            for (name, key), stand_in in call.kept_of(stand_ins):
+                vars(self._units[unit].get_submodule(name))[key] = stand_in
+            return call.output(stand_ins)
         with conducted(None), seeded(self._draws, self._microbatch, position):
             output = run(*args, **kwargs)
-        self._take(position, output)
+        self._take(position, call, output)
         if self._position == self._end and not self.is_last:
             raise Cut
         return output
@@ -158,9 +186,6 @@ class Flow:
             "must be called in one order for inputs of one shape; type pp=1, or put what varies into one block"
         )
 
-    def _stand_in(self, position: int, call: Call, given: Any) -> Any:
-        return call.output([self._leaf(Value(position, index), leaf, given) for index, leaf in enumerate(call.leaves)])
-
     def _leaf(self, value: Value, leaf: Any, given: Any) -> Any:
         if isinstance(leaf, Passed):
             return tree_leaves(given)[leaf.index]
@@ -169,10 +194,19 @@ class Flow:
         received = self._received.get(value)
         return self._blanks.of(leaf) if received is None else received
 
-    def _take(self, position: int, output: Any) -> None:
-        for index, leaf in enumerate(tree_leaves(output)):
+    def _take(self, position: int, call: Call, output: Any) -> None:
+        unit = self._units[call.unit]
+        kept = [vars(unit.get_submodule(name)).get(key) for name, key in call.kept]
+        for index, leaf in enumerate((*tree_leaves(output), *kept)):
             if (value := Value(position, index)) in self._wanted:
-                self.given[value] = leaf
+                # code outside of units writes into some, here and on every later stage
+                self.given[value] = leaf.clone() if value in self._score.written else leaf
+            expected = call.leaves[index] if index < len(call.leaves) else None
+            if type(leaf) in (int, float, bool) and leaf != expected:
+                raise ModelError(
+                    f"'{call.unit}' gives the number {leaf!r}, and {expected!r} when its shapes were found: other "
+                    "pipeline stages do not know it; let it give a tensor, or type pp=1"
+                )
 
     def _require_end(self) -> None:
         if self._position != len(self._score.calls):

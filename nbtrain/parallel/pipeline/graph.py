@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+_WHOLE = ("CheckpointFunctionBackward",)
+"""Nodes that torch can only run in a whole backward: reentrant checkpoints."""
+
 Users = Mapping[Any, list[Any]]
 """For each node of a graph those that use its output."""
 
@@ -33,6 +36,8 @@ def eager(
     """
     starts = {root.grad_fn for root in roots}
     users = _users(starts)
+    if any(node.name() in _WHOLE for node in users):
+        return list(weights)
     nodes = {node: weight for weight in weights if (node := _accumulator(weight)) in users}
     covered = _upward({_accumulator(tensor) for tensor in inputs} & users.keys(), users)
     found: list[nn.Parameter] = []

@@ -9,6 +9,8 @@ from torch import nn
 
 from nbtrain.parallel.blocks import mark_elsewhere
 
+_ELSEWHERE = "_nbtrain_held_elsewhere"
+
 
 def keep(model: nn.Module, units: Mapping[str, nn.Module], held: Iterable[str], device: torch.device) -> None:
     """Takes from ``model`` what other ranks hold, in place. A shared parameter stays where any module that is kept has
@@ -45,7 +47,16 @@ def _blank_out(
     del slots[key]
     # one number, seen through strides of 0: code outside of units may look at its shape
     value = float("nan") if tensor.is_floating_point() else 0
-    module.__dict__[key] = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+    stand_in = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+    module.__dict__[key] = stand_in
+    if isinstance(tensor, nn.Parameter):
+        module.__dict__.setdefault(_ELSEWHERE, {})[key] = stand_in, tensor.requires_grad
+
+
+def elsewhere(module: nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
+    """The parameters of a module that other ranks hold: what stands in their places, and whether they train."""
+    found: dict[str, tuple[torch.Tensor, bool]] = vars(module).get(_ELSEWHERE, {})
+    return found
 
 
 def holders(names: Mapping[str, str], held: list[set[str]]) -> dict[str, tuple[int, ...]]:

@@ -19,14 +19,14 @@ class Partition:
     """The stages of a model.
 
     Attributes:
-        begins: For each stage the unit that begins it; of the first stage the first unit.
+        begins: For each stage the unit that begins it, and the how many-th of its calls that is.
         units: For each stage the names of the units that it runs.
         parameters: For each stage the names of parameters outside of units that it reads.
         costs: For each stage, of all the share that it computes; sums to 1.
         rank_of: The pipeline rank that holds each stage.
     """
 
-    begins: tuple[str, ...]
+    begins: tuple[tuple[str, int], ...]
     units: tuple[frozenset[str], ...]
     parameters: tuple[frozenset[str], ...]
     costs: tuple[float, ...]
@@ -77,7 +77,7 @@ def partition(
     _home_the_rest(model, units, names, outside)
     total = sum(score.costs) or 1.0
     costs = tuple(sum(score.costs[start:end]) / total for start, end in zip(starts, ends, strict=True))
-    begins = tuple(score.calls[start].unit for start in starts)
+    begins = tuple(map(score.begin, starts))
     return Partition(begins, tuple(names), tuple(outside), costs, tuple(rank_of))
 
 
@@ -170,13 +170,16 @@ def _stated(units: Mapping[str, nn.Module], score: Score, num_stages: int, split
         )
     called = list(dict.fromkeys(call.unit for call in score.calls))
     begins = [_first_inside(name, called, units) for name in split]
+    starts = [0]
     try:
-        return score.starts([called[0], *begins])
+        for name in begins:
+            starts.append(score.next(name, starts[-1] + 1))
     except LookupError as problem:
         raise PlanError(
             f"split={list(split)}: '{problem.args[0]}' is not called behind the stage before; they are called in this "
             f"order: {_listed(called)}"
         ) from problem
+    return tuple(starts)
 
 
 def _first_inside(name: str, called: list[str], units: Mapping[str, nn.Module]) -> str:

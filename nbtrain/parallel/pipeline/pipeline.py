@@ -26,13 +26,15 @@ from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import Loss, LossFn, compute_loss, run_model
 from nbtrain.parallel.pipeline import reduction
-from nbtrain.parallel.pipeline.flow import KEPT_SHAPES, Blanks, Flow
+from nbtrain.parallel.pipeline.flow import KEPT_SHAPES, Blanks, Flow, as_loss
 from nbtrain.parallel.pipeline.partition import Partition
-from nbtrain.parallel.pipeline.rehearsal import Rehearsal, Twins
+from nbtrain.parallel.pipeline.rehearsal import Rehearsal
 from nbtrain.parallel.pipeline.runtime import Runtime
+from nbtrain.parallel.pipeline.score import Score
 from nbtrain.parallel.pipeline.skeleton import Skeleton
 from nbtrain.parallel.pipeline.stage import Microbatch, Passage, Stage, passages
 from nbtrain.parallel.pipeline.ties import Ties
+from nbtrain.parallel.pipeline.twins import Twins
 from nbtrain.parallel.pipeline.usage import StageUsage
 from nbtrain.parallel.totals import Tally
 from nbtrain.parallel.uneven import StandIn, silent, uncounted, zeroed
@@ -172,23 +174,25 @@ class Pipeline:
         batch = stand_in.of(part) if is_empty else part
         watched = functools.partial(self._uncounted, self._model) if is_empty else contextlib.nullcontext
 
+        found = self._passages_of(batch, loss_fn)
+
         def forward(flow: Flow) -> torch.Tensor | None:
-            root = self._counted_once(flow)
+            root = self._counted_once(flow, again=flow.first != found[self._first].first)
+            own = batch.cloned() if found[0].score.writes_inputs else batch
             if not flow.is_last:
-                run_model(root, loss_fn, batch)
+                run_model(root, loss_fn, own)
                 return None
-            return finish(compute_loss(root, loss_fn, batch), is_empty)
+            return finish(compute_loss(root, None if loss_fn is None else as_loss(loss_fn), own), is_empty)
 
         # what is computed again in backward would be so twice, or not at all where it is selective
         whole = is_empty or self._layout.plan.recompute != "none"
-        return Microbatch(self._passages_of(batch, loss_fn), index, forward, watched, whole_backward=whole)
+        return Microbatch(found, index, forward, watched, whole_backward=whole)
 
-    def _counted_once(self, flow: Flow) -> Callable[..., Any]:
+    def _counted_once(self, flow: Flow, *, again: bool) -> Callable[..., Any]:
         """The model's forward in ``flow``; what its own code counts, it counts on the first stage of a rank only."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            again = self._skeleton.counts and not flow.begins(self.partition.begins[self._first])
-            with self._skeleton.unchanged() if again else contextlib.nullcontext():
+            with self._skeleton.unchanged() if again and self._skeleton.counts else contextlib.nullcontext():
                 return flow.run(self._model, *args, **kwargs)
 
         return run
@@ -207,9 +211,7 @@ class Pipeline:
     def _passages_of(self, batch: Batch, loss_fn: LossFn | None) -> list[Passage]:
         key = _signature(batch), self._modes
         if key not in self._passages:
-            score = Rehearsal(self._twins, self._units, self._skeleton, self._device).run(
-                self._model, lambda: run_model(self._forward, loss_fn, batch)
-            )
+            score = self._rehearsed(batch, loss_fn)
             try:
                 starts = score.starts(self.partition.begins)
             except LookupError as problem:
@@ -223,6 +225,13 @@ class Pipeline:
             self._passages[key] = found
         return self._passages[key]
 
+    def _rehearsed(self, batch: Batch, loss_fn: LossFn | None) -> Score:
+        def forward(given: Any) -> Any:
+            return run_model(self._forward, loss_fn, Batch(given[0], given[1], batch.num_samples))
+
+        rehearsal = Rehearsal(self._twins, self._units, self._skeleton, self._device)
+        return rehearsal.run(self._model, forward, (batch.positional, dict(batch.named)))
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward without hooks."""
         if self._input_dtype is not None:
@@ -235,12 +244,25 @@ class Pipeline:
 
     def _require_held(self, found: list[Passage]) -> None:
         for stage, passage in enumerate(found):
-            for call in passage.score.calls[passage.first : passage.end]:
-                if call.unit not in self.partition.units[stage]:
-                    raise ModelError(
-                        f"stage {stage} calls '{call.unit}', which it does not hold: the model was split by a forward "
-                        "on a probe, which called other modules; give one like the batches: nt.Trainer(..., probe=...)"
-                    )
+            missing = [name for name in self._needed(passage) if not self._holds(stage, name)]
+            if missing:
+                raise ModelError(
+                    f"stage {stage} needs '{missing[0]}', which it does not hold: the model was split by a forward on "
+                    "a probe, which called other modules; give one like the batches: nt.Trainer(..., probe=...)"
+                )
+
+    @staticmethod
+    def _needed(passage: Passage) -> Iterator[str]:
+        """Units that a stage calls, and parameters that code around them reads."""
+        for call in passage.score.calls[passage.first : passage.end]:
+            yield call.unit
+            yield from call.parameters
+        if passage.end == len(passage.score.calls):
+            yield from passage.score.parameters
+
+    def _holds(self, stage: int, name: str) -> bool:
+        parts = self.partition.units[stage] | self.partition.parameters[stage]
+        return any(name == part or name.startswith(f"{part}.") for part in parts)
 
     # the schedule
 
@@ -266,7 +288,7 @@ class Pipeline:
         parameters = functools.partial(self._trained, index)
         settle = functools.partial(reduction.settle_weights, self._model, self._layout)
         num_stages, draws = self.partition.num_stages, self._layout.draws
-        return Stage(index, num_stages, self._device, self._group, parameters, settle, self._blanks, draws)
+        return Stage(index, num_stages, self._device, self._group, parameters, settle, self._units, self._blanks, draws)
 
     def _trained(self, stage: int) -> list[nn.Parameter]:
         """What the backward of a stage leaves gradients in, as it is now: FSDP puts gathered ones in their places."""
@@ -288,9 +310,12 @@ def schedule_of(plan: Plan, count: int | None) -> Schedule:
     return make_schedule(plan.schedule, plan.pp, count or num_microbatches(plan), plan.num_virtual_stages)
 
 
-def _rooted(divisor: float, losses: list[Loss], loss: Loss, is_empty: bool) -> torch.Tensor:
+def _rooted(divisor: float, losses: list[Loss], loss: Loss, is_empty: bool) -> torch.Tensor | None:
     if is_empty:
         return silent(loss.value)
+    if not loss.value.requires_grad and float(loss.weight) == 0:
+        losses.append(loss)
+        return None  # nothing of it counts
     if not loss.value.requires_grad:
         raise UsageError(
             "the loss has no gradient: it was detached, computed under no_grad, or of nothing that trains; return it "

@@ -51,7 +51,8 @@ def settle_weights(model: nn.Module, layout: Layout) -> None:
     """Behind a backward of weights only: FSDP adds up microbatches in the dtype in which it reduces."""
     if layout.shards:
         for record in sharded_records(model):
-            record.to_accumulated_grad_if_needed()
+            record.accumulate_unsharded_grad_if_needed()
+            record.to_accumulated_grad_if_needed()  # the first one: it would replace a sum
 
 
 def found_gradients(model: nn.Module, layout: Layout) -> list[bool]:

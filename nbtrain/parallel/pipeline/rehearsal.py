@@ -7,213 +7,26 @@ the storage of each tensor.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
 
 from nbtrain.errors import ModelError, NbtrainError
 from nbtrain.parallel.pipeline.flow import blank, conducted
+from nbtrain.parallel.pipeline.holding import elsewhere
 from nbtrain.parallel.pipeline.score import Call, Meta, Passed, Score, Value
 from nbtrain.parallel.pipeline.skeleton import Skeleton
+from nbtrain.parallel.pipeline.tracker import Label, Labels, Tracker
+from nbtrain.parallel.pipeline.twins import Ran, Twins
 
-_SMALL = 0.02
-
-Label = Value | str
-"""Of a tensor: a unit's output, or the name of a parameter outside of units."""
-
-
-class Twins:
-    """The units of a model on fake tensors.
-
-    Args:
-        structure: The model on the meta device.
-        device: Where the model lives.
-        dtype: That FSDP casts parameters and inputs of units to; None leaves them.
-        counts: Whether operations are counted, which takes time.
-    """
-
-    def __init__(
-        self, structure: nn.Module, device: torch.device, dtype: torch.dtype | None = None, *, counts: bool = False
-    ) -> None:
-        self._counts = counts
-        self._meta = structure
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._device, self._dtype = device, dtype
-        self._structure = copy.deepcopy(structure)
-        made: dict[int, torch.Tensor] = {}
-        for module in self._structure.modules():
-            if isinstance(module, _BatchNorm):  # which refuses single samples that those of other ranks go with
-                module.forward = _unchanged  # type: ignore[method-assign, assignment]
-            for slots in (module._parameters, module._buffers):
-                for name, tensor in slots.items():
-                    if tensor is not None:
-                        slots[name] = made.setdefault(id(tensor), self._parameter(tensor))  # type: ignore[assignment]
-
-    def run(
-        self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, float, bool]:
-        """Output of fake tensors, floating-point operations, and whether it draws random numbers.
-
-        Args:
-            unit: Its name.
-            modes: ``training`` of each module in it, by name.
-            args: Real tensors.
-            kwargs: Too.
-        """
-        try:
-            return self._run_fake(unit, modes, args, kwargs)
-        except Exception:  # of shapes that depend on values, and of kernels that know no fake tensors
-            return self._run_constant(unit, modes, args, kwargs)
-
-    def _run_fake(
-        self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, float, bool]:
-        module = _in_modes(self._structure.get_submodule(unit), modes)
-        counter, watch = FlopCounterMode(display=False), _Randomness()  # type: ignore[no-untyped-call]
-        with self._mode, watch, counter if self._counts else nullcontext():
-            output = module(*tree_map(self._fake, args), **tree_map(self._fake, kwargs))
-        return output, float(counter.get_total_flops()) if self._counts else 0.0, watch.seen
-
-    def _run_constant(
-        self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, float, bool]:
-        """A real forward of one unit, whose weights are one number, on inputs that are one too."""
-        module = copy.deepcopy(self._meta.get_submodule(unit))
-        made: dict[int, Any] = {}
-        for part in module.modules():
-            for slots in (part._parameters, part._buffers):
-                for name, tensor in slots.items():
-                    if tensor is not None and tensor.is_meta:
-                        slots[name] = made.setdefault(id(tensor), self._constant(tensor))
-        watch = _Randomness()  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(devices=[]), watch:
-            output = _in_modes(module, modes)(*tree_map(_tame, args), **tree_map(_tame, kwargs))
-        # operations were not counted: most of them are the weights', by each position of the input
-        cost = 2.0 * sum(one.numel() for one in module.parameters())
-        return output, cost * _num_positions((args, kwargs)), watch.seen
-
-    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        value = _SMALL if tensor.is_floating_point() else 0
-        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-        made = torch.full(tensor.shape, value, dtype=dtype, device=self._device)
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-    def has_trained(self, unit: str) -> bool:
-        return any(parameter.requires_grad for parameter in self._structure.get_submodule(unit).parameters())
-
-    def _parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = self._fake(tensor)
-        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-    def _fake(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
-            return value
-        dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
-        with self._mode:
-            return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=self._device)
-
-
-def _in_modes(module: nn.Module, modes: dict[str, bool]) -> nn.Module:
-    for name, training in modes.items():
-        module.get_submodule(name).training = training
-    return module
-
-
-def _tame(value: Any) -> Any:
-    """A blank is of NaNs, by which code may choose nothing."""
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return torch.nan_to_num(value, nan=_SMALL) if is_float else value
-
-
-def _num_positions(given: Any) -> int:
-    """Of the first activation: the elements of all dims but the last."""
-    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1)
-    return next((leaf.shape[:-1].numel() for leaf in tensors), 1)
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices operations that draw random numbers."""
-
-    seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or _draws(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation draws random numbers: attention does so only where it drops."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
-
-
-class _Labels:
-    """By storage: views share what is written into one of them."""
-
-    def __init__(self) -> None:
-        self._sets: dict[int, set[Label]] = {}
-        self._kept: list[Any] = []  # a storage's address is its name only as long as it lives
-
-    def of(self, tensors: Iterable[Any]) -> set[Label]:
-        found: set[Label] = set()
-        for tensor in tensors:
-            if (key := _storage(tensor)) is not None:
-                found |= self._sets.get(key, set())
-        return found
-
-    def add(self, tensor: torch.Tensor, labels: set[Label]) -> None:
-        if (key := _storage(tensor)) is not None:
-            self._sets.setdefault(key, set()).update(labels)
-            self._kept.append(tensor)
-
-
-def _storage(tensor: Any) -> int | None:
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
-        return None
-    return int(tensor.untyped_storage()._cdata)
-
-
-class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows labels through operations of the skeleton."""
-
-    def __init__(self, labels: _Labels) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._labels = labels
-        self.paused = self.random = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if self.paused:
-            return output
-        self.random = self.random or _draws(func, args, kwargs or {})
-        if found := self._labels.of(tree_leaves((args, kwargs))):
-            for tensor in (*tree_leaves(output), *_written(func, args, kwargs or {})):
-                if isinstance(tensor, torch.Tensor):
-                    self._labels.add(tensor, found)
-        return output
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from tree_leaves(given)
+_MISSING = object()
 
 
 class Rehearsal:
@@ -228,23 +41,45 @@ class Rehearsal:
 
     def __init__(self, twins: Twins, units: dict[str, nn.Module], skeleton: Skeleton, device: torch.device) -> None:
         self._twins, self._units, self._skeleton, self._device = twins, units, skeleton, device
-        self._labels = _Labels()
-        self._tracker = _Tracker(self._labels)
+        self._labels = Labels()
+        self._tracker = Tracker(self._labels)
         self._calls: list[Call] = []
         self._random = False
         self._grown: set[Value] = set()  # what gradients come back for
         self._trained: set[str] = set()
+        self._left: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
 
-    def run(self, model: nn.Module, forward: Callable[[], Any]) -> Score:
-        """The score of ``forward``, which calls the model's own."""
-        with _blank_parameters(model, self._device) as parameters:
+    def run(self, model: nn.Module, forward: Callable[[Any], Any], given: Any = None) -> Score:
+        """The score of ``forward``, which calls the model's own.
+
+        Args:
+            model: That is called.
+            forward: Gets a copy of ``given``: the model may write into its inputs.
+            given: Tensors in any form.
+        """
+        copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, given)
+        inputs = [(leaf, leaf._version) for leaf in tree_leaves(copies) if isinstance(leaf, torch.Tensor)]
+        with _blank_parameters(model, self._device) as parameters, _drawn_elsewhere() as drawn, self._restored():
             for name, (tensor, trains) in parameters.items():
                 self._labels.add(tensor, {name})
                 self._trained |= {name} if trains else set()
             with self._skeleton.unchanged(self._is_grown), torch.no_grad(), conducted(self), self._tracker:
-                output = forward()
-        reads, names = _sorted_out(self._labels.of(tree_leaves(_plain(output))))
-        return Score(tuple(self._calls), reads, names, self._random or self._tracker.random)
+                output = forward(copies)
+        found = tree_leaves(_plain(output))
+        if any(isinstance(leaf, FakeTensor) for leaf in found):
+            raise ModelError(
+                "the model's output has a tensor that a module gave by a hook, a list or an object; let the module "
+                "return it, or type pp=1"
+            )
+        reads, names = _sorted_out(self._labels.of(found) | self._tracker.decisive)
+        return Score(
+            tuple(self._calls),
+            reads,
+            names,
+            self._random or self._tracker.random or bool(drawn),
+            frozenset(self._tracker.written),
+            any(leaf._version != version for leaf, version in inputs),
+        )
 
     def _is_grown(self, tensor: torch.Tensor) -> bool:
         return any(isinstance(label, Value) for label in self._labels.of([tensor]))
@@ -254,11 +89,25 @@ class Rehearsal:
 
     def call(self, unit: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = len(self._calls)
-        reads, parameters = _sorted_out(self._labels.of(tree_leaves(_plain((args, kwargs)))))
+        labels = self._labels.of(tree_leaves(_plain((args, kwargs)))) | self._tracker.decisive
+        reads, parameters = _sorted_out(labels)
+        ran = self._run_twin(unit, args, kwargs)
+        self._random |= ran.random
+        grown = self._twins.has_trained(unit) or bool(reads & self._grown) or bool(parameters & self._trained)
+        leaves, form = tree_flatten(ran.output)
+        given = tree_leaves((args, kwargs))
+        metas = [self._meta(unit, leaf, grown, given) for leaf in (*leaves, *ran.kept.values())]
+        call = Call(unit, tuple(metas), form, tuple(ran.kept), reads, parameters, ran.cost)
+        self._calls.append(call)
+        stand_ins = [self._blank(Value(position, index), meta, given) for index, meta in enumerate(metas)]
+        self._leave(unit, call, stand_ins)
+        return call.output(stand_ins)
+
+    def _run_twin(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ran:
         modes = {name: module.training for name, module in self._units[unit].named_modules()}
         self._tracker.paused = True
         try:
-            output, cost, random = self._twins.run(unit, modes, args, kwargs)
+            return self._twins.run(unit, modes, args, kwargs)
         except NbtrainError:
             raise
         except Exception as problem:
@@ -268,18 +117,29 @@ class Rehearsal:
             ) from problem
         finally:
             self._tracker.paused = False
-        self._random |= random
-        grown = self._twins.has_trained(unit) or bool(reads & self._grown) or bool(parameters & self._trained)
-        leaves, form = tree_flatten(output)
-        given = tree_leaves((args, kwargs))
-        metas = tuple(self._meta(unit, leaf, grown, given) for leaf in leaves)
-        self._calls.append(Call(unit, metas, form, reads, parameters, cost))
-        stand_ins = [self._blank(Value(position, index), meta, given) for index, meta in enumerate(metas)]
-        return self._calls[-1].output(stand_ins)
+
+    def _leave(self, unit: str, call: Call, stand_ins: list[Any]) -> None:
+        """What the unit would leave as attributes."""
+        for (name, key), stand_in in call.kept_of(stand_ins):
+            held = vars(self._units[unit].get_submodule(name))
+            self._left.setdefault((id(held), key), (held, key, held.get(key, _MISSING)))
+            held[key] = stand_in
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Attributes of units are those from before."""
+        try:
+            yield
+        finally:
+            for held, key, before in self._left.values():
+                if before is _MISSING:
+                    held.pop(key, None)
+                else:
+                    held[key] = before
 
     def _meta(self, unit: str, leaf: Any, grown: bool, given: list[Any]) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return Meta(tuple(leaf.shape), leaf.dtype, grown and leaf.is_floating_point())
+            return Meta(tuple(leaf.shape), leaf.dtype, grown and (leaf.is_floating_point() or leaf.is_complex()))
         if (index := next((i for i, one in enumerate(given) if one is leaf and _is_object(one)), None)) is not None:
             return Passed(index)
         if _holds_tensors(leaf):
@@ -295,7 +155,7 @@ class Rehearsal:
         if not isinstance(meta, Meta):
             return meta
         made = blank(meta.shape, meta.dtype, self._device)
-        self._labels.add(made, {value})
+        self._labels.begin(made, value)
         if meta.requires_grad:
             self._grown.add(value)
         return made
@@ -323,25 +183,44 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 @contextmanager
+def _drawn_elsewhere() -> Iterator[list[str]]:
+    """Puts back Python's and NumPy's random numbers; what was drawn from."""
+    numpy: Any = sys.modules.get("numpy.random")
+    drawn: list[str] = []
+    before = random.getstate(), None if numpy is None else numpy.get_state()
+    try:
+        yield drawn
+    finally:
+        if random.getstate() != before[0]:
+            drawn.append("random")
+            random.setstate(before[0])
+        if numpy is not None and str(numpy.get_state()) != str(before[1]):
+            drawn.append("numpy")
+            numpy.set_state(before[1])
+
+
+@contextmanager
 def _blank_parameters(model: nn.Module, device: torch.device) -> Iterator[dict[str, tuple[torch.Tensor, bool]]]:
     """Blanks without memory in the place of all parameters, by first name, and whether they train; afterwards the
     parameters are back. Code outside of units may read those inside: ``self.positions.weight[:length]``."""
     taken: list[tuple[nn.Module, str, nn.Parameter]] = []
-    blanks: dict[int, torch.Tensor] = {}
+    blanks: dict[int, nn.Parameter] = {}
     named: dict[str, tuple[torch.Tensor, bool]] = {}
     for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
         for key, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             taken.append((module, key, parameter))
             if id(parameter) not in blanks:
-                blanks[id(parameter)] = blank((), parameter.dtype, device).expand(parameter.shape)
-                named[f"{prefix}.{key}" if prefix else key] = blanks[id(parameter)], parameter.requires_grad
-            del module._parameters[key]
-            module.__dict__[key] = blanks[id(parameter)]
+                made = blank((), parameter.dtype, device).expand(parameter.shape)
+                blanks[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
+                named[f"{dot}{key}"] = blanks[id(parameter)], parameter.requires_grad
+            module._parameters[key] = blanks[id(parameter)]
+        for key, (stand_in, trains) in elsewhere(module).items():
+            named[f"{dot}{key}"] = stand_in, trains
     try:
         yield named
     finally:
         for module, key, parameter in taken:
-            del module.__dict__[key]
             module._parameters[key] = parameter

@@ -20,6 +20,14 @@ class Root(Mixin):
     Its forward gives what the flow lets out: the model's own output on the last stage, else what crosses.
     """
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        if flow.is_losing():
+            raise ModelError(
+                "loss_fn goes through the model's parameters, and the last pipeline stage has its own only; compute "
+                "the penalty in the model's forward, or use the optimizer's weight_decay"
+            )
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]  # an nn.Module beside it
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         conductor = flow.current()
         if conductor is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,7 +49,8 @@ class Call:
     Attributes:
         unit: Its name.
         leaves: Of its output: a `Meta` for each tensor, `Passed` for objects that it was given, anything else as it is.
-        form: Puts the leaves together.
+        form: Puts the first of the leaves together.
+        kept: What it leaves as attributes, the other leaves: the module's name inside of the unit, and the attribute's.
         reads: Outputs of earlier units from which its inputs come, by no unit in between.
         parameters: Names of parameters outside of units from which its inputs come.
         cost: Floating-point operations of its forward.
@@ -58,13 +59,18 @@ class Call:
     unit: str
     leaves: tuple[Any, ...]
     form: TreeSpec
+    kept: tuple[tuple[str, str], ...]
     reads: frozenset[Value]
     parameters: frozenset[str]
     cost: float
 
     def output(self, tensors: Sequence[Any]) -> Any:
-        """``tensors`` in the places of the leaves."""
-        return tree_unflatten(list(tensors), self.form)
+        """``tensors`` in the places of the leaves, without what it keeps."""
+        return tree_unflatten(list(tensors)[: self.form.num_leaves], self.form)
+
+    def kept_of(self, tensors: Sequence[Any]) -> list[tuple[tuple[str, str], Any]]:
+        """What it keeps, of ``tensors`` in the places of the leaves."""
+        return list(zip(self.kept, list(tensors)[self.form.num_leaves :], strict=True))
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,16 @@ class Score:
         reads: What the code behind the last call reads: the output, or a loss.
         parameters: Names of parameters outside of units that it reads.
         random: Whether anything draws random numbers.
+        written: What units gave and code outside of them writes into: every stage does so again.
+        writes_inputs: Whether the model's own code writes into its inputs.
     """
 
     calls: tuple[Call, ...]
     reads: frozenset[Value]
     parameters: frozenset[str]
     random: bool
+    written: frozenset[Value] = frozenset()
+    writes_inputs: bool = False
 
     def meta(self, value: Value) -> Meta:
         """Of a tensor."""
@@ -103,23 +113,35 @@ class Score:
     def costs(self) -> list[float]:
         return [call.cost for call in self.calls]
 
-    def starts(self, begins: Sequence[str]) -> tuple[int, ...]:
-        """The first call of each stage: that of the unit that begins it.
+    def begin(self, position: int) -> tuple[str, int]:
+        """Which unit is called there, and for the how many-th time."""
+        unit = self.calls[position].unit
+        return unit, sum(call.unit == unit for call in self.calls[:position])
+
+    def starts(self, begins: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+        """The first call of each stage.
+
+        Args:
+            begins: Of each stage what `begin` says of its first call.
 
         Raises:
-            LookupError: A unit that begins a stage is not called behind the stage before.
+            LookupError: A unit that begins a stage is not called so often, or not behind the stage before.
         """
-        return tuple(self._starts(begins))
+        places = {self.begin(position): position for position in range(len(self.calls))}
+        found = [0]
+        for unit, number in begins[1:]:
+            if places.get((unit, number), -1) <= found[-1]:
+                raise LookupError(unit)
+            found.append(places[unit, number])
+        return tuple(found)
 
-    def _starts(self, begins: Iterable[str]) -> Iterator[int]:
-        position = 0
-        for index, name in enumerate(begins):
-            if index:
-                position = self._next(name, position + 1)
-            yield position
+    def next(self, unit: str, position: int) -> int:
+        """The first call of ``unit`` from ``position`` on.
 
-    def _next(self, name: str, position: int) -> int:
+        Raises:
+            LookupError: There is none.
+        """
         for index in range(position, len(self.calls)):
-            if self.calls[index].unit == name:
+            if self.calls[index].unit == unit:
                 return index
-        raise LookupError(name)
+        raise LookupError(unit)

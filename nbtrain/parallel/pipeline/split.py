@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from nbtrain.errors import ModelError
 from nbtrain.parallel.cell import say
@@ -16,12 +17,13 @@ from nbtrain.parallel.pipeline.describe import described
 from nbtrain.parallel.pipeline.holding import held_names, holders, keep
 from nbtrain.parallel.pipeline.partition import Partition, partition
 from nbtrain.parallel.pipeline.pipeline import Pipeline, schedule_of
-from nbtrain.parallel.pipeline.rehearsal import Rehearsal, Twins
+from nbtrain.parallel.pipeline.rehearsal import Rehearsal
 from nbtrain.parallel.pipeline.root import Root
 from nbtrain.parallel.pipeline.score import Score
 from nbtrain.parallel.pipeline.skeleton import Skeleton
 from nbtrain.parallel.pipeline.ties import Ties
-from nbtrain.parallel.pipeline.units import find_units, make_units
+from nbtrain.parallel.pipeline.twins import Twins
+from nbtrain.parallel.pipeline.units import find_units, make_units, uncalled
 from nbtrain.parallel.pipeline.usage import StageUsage
 from nbtrain.parallel.precision import DTYPES
 from nbtrain.parallel.state import structure
@@ -41,6 +43,7 @@ class Split:
         told: In words.
         num_units: Of the whole model.
         begins: What the plan names.
+        opened: Modules whose insides are called from outside.
     """
 
     partition: Partition
@@ -49,6 +52,7 @@ class Split:
     told: str
     num_units: int
     begins: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
 
     def num_holders(self, name: str) -> int:
         """How many pipeline ranks hold a parameter or buffer."""
@@ -76,30 +80,48 @@ def find_split(model: nn.Module, layout: Layout, probe: Any, device: torch.devic
             f"no inputs could be made up that {type(model).__name__}'s forward takes, and the stages of pp={plan.pp} "
             "are found in a forward on a tiny batch; give one: nt.Trainer(..., probe=inputs)"
         )
+    opened: tuple[str, ...] = ()
     units = find_units(model, schedule.num_stages, begins)
     score = _score(model, whole, units, call, device)
+    while closed := uncalled(units, {call.unit for call in score.calls}):
+        opened = (*opened, *closed)
+        units = find_units(model, schedule.num_stages, begins, opened)
+        score = _score(model, whole, units, call, device)
     # what no forward calls begins no stage
-    while _num_called(score) < schedule.num_stages and len(more := find_units(model, len(units) + 1, begins)) > len(
-        units
-    ):
+    while _num_called(score) < schedule.num_stages:
+        more = find_units(model, len(units) + 1, begins, opened)
+        if len(more) == len(units):
+            break
         units, score = more, _score(model, whole, more, call, device)
     found = partition(model, units, score, schedule.rank_of, list(begins) or "auto")
+    _require_statistics_of_one(units, found)
     canonical = _canonical(whole)
     held = [held_names(model, units, found.held_by(rank)) for rank in range(plan.pp)]
     told = described(found, schedule, model, held)
     say(told)
-    return Split(found, canonical, holders(canonical, held), told, len(units), begins)
+    return Split(found, canonical, holders(canonical, held), told, len(units), begins, opened)
 
 
 def _score(model: nn.Module, whole: nn.Module, units: dict[str, nn.Module], call: Probe, device: torch.device) -> Score:
     make_units(units)
     try:
         with probing(model):
-            args, kwargs = call
             rehearsal = Rehearsal(Twins(whole, device, counts=True), units, Skeleton(model, units), device)
-            return rehearsal.run(model, lambda: model.forward(*args, **kwargs))
+            return rehearsal.run(model, lambda given: model.forward(*given[0], **given[1]), call)
     finally:
         unmix(model)
+
+
+def _require_statistics_of_one(units: dict[str, nn.Module], found: Partition) -> None:
+    """Raises `ModelError` where two ranks would each keep a part of a norm's running statistics."""
+    for name, unit in units.items():
+        ranks = {found.rank_of[stage] for stage, own in enumerate(found.units) if name in own}
+        tracked = any(isinstance(part, _NormBase) and part.track_running_stats for part in unit.modules())
+        if len(ranks) > 1 and tracked:
+            raise ModelError(
+                f"'{name}' is called by stages of several ranks, and its running statistics would be of each rank's "
+                "calls only; name other modules in split=[...], or type pp=1"
+            )
 
 
 def _num_called(score: Score) -> int:
@@ -113,7 +135,7 @@ def hold(model: nn.Module, layout: Layout, split: Split, device: torch.device) -
         The units, by name.
     """
     assert layout.mesh is not None, "stages are on ranks"
-    units = find_units(model, split.num_units, split.begins)
+    units = find_units(model, split.num_units, split.begins, split.opened)
     keep(model, units, split.partition.held_by(layout.mesh.get_local_rank("pp")), device)
     make_units(units)
     mix(model, Root)

@@ -126,6 +126,7 @@ class Stage(_PipelineStageBase):
         group: The pipeline ranks.
         parameters: Gives what backward splits off, as forward used it.
         settle_weights: Called behind a backward of weights alone.
+        units: Of the model, by name.
         blanks: For what other stages compute.
         draws: What random numbers come from.
     """
@@ -138,13 +139,14 @@ class Stage(_PipelineStageBase):
         group: dist.ProcessGroup,
         parameters: Callable[[], list[nn.Parameter]],
         settle_weights: Callable[[], None],
+        units: Mapping[str, nn.Module],
         blanks: Blanks,
         draws: Draws | None,
     ) -> None:
         # torch looks at a module only to find out whether it is DDP or FSDP, which are no matter of a stage here
         super().__init__(nn.Identity(), index, num_stages, device, group)
         self._parameters, self._settle_weights = parameters, settle_weights
-        self._blanks, self._draws = blanks, draws
+        self._units, self._blanks, self._draws = units, blanks, draws
         self._boxes = _Boxes()
         self._microbatches: Sequence[Microbatch] = ()
         self._sent: list[tuple[str, int, int, list[dist.Work]]] = []  # what, microbatch, to which stage
@@ -180,13 +182,27 @@ class Stage(_PipelineStageBase):
             for value in passage.with_gradient(passage.incoming):
                 received[value].requires_grad_()
         draws = self._draws if passage.score.random else None
-        handed = {value: _hand(tensor) for value, tensor in received.items()}
+        # code outside of units writes into some again: what is passed on must stay as it came
+        written = passage.score.written
+        handed = {value: _hand(one.clone() if value in written else one) for value, one in received.items()}
+        versions = {value: tensor._version for value, tensor in handed.items()}
         flow = Flow(
-            passage.score, passage.first, passage.end, handed, passage.given, self._blanks, draws, microbatch.index
+            passage.score,
+            self._units,
+            passage.first,
+            passage.end,
+            handed,
+            passage.given,
+            self._blanks,
+            draws,
+            microbatch.index,
         )
         with microbatch.watched(), self._span(EventKind.FORWARD, fwd_chunk_id):
             root = microbatch.forward(flow)
         outputs = {value: self._output(value, flow.given, passage) for value in passage.given}
+        # what a unit has written into goes on as it is now
+        changed = [value for value in passage.relayed if handed[value]._version != versions[value]]
+        outputs |= {value: handed[value] for value in changed if value not in written}
         if self.has_backward:
             self._boxes.graphs[fwd_chunk_id] = _Graph(received, outputs, root)
         passed = {value: received[value] for value in passage.relayed}
@@ -232,8 +248,9 @@ class Stage(_PipelineStageBase):
                 found = self._backward(roots, gradients, list(inputs.values()))
             else:
                 found, graph.groups = self._backward_of_inputs(roots, gradients, list(inputs.values()))
+        relayed = {value: gradient for value, gradient in arrived.items() if value not in graph.outputs}
         self._boxes.returned[bwd_chunk_id] = {
-            value: self._gradient(value, gradient, arrived, inputs[value])
+            value: self._gradient(value, gradient, relayed, inputs[value])
             for value, gradient in zip(inputs, found, strict=True)
         }
         if not full_backward:

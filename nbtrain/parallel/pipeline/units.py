@@ -38,7 +38,9 @@ def make_units(units: dict[str, nn.Module]) -> None:
         module.__dict__[_NAME] = name
 
 
-def find_units(model: nn.Module, at_least: int, begins: Collection[str] = ()) -> dict[str, nn.Module]:
+def find_units(
+    model: nn.Module, at_least: int, begins: Collection[str] = (), opened: Collection[str] = ()
+) -> dict[str, nn.Module]:
     """The units of ``model``, by name: blocks, and outside of them the largest modules that are called.
 
     Modules that hold neither parameters nor statistics and draw no random numbers are none: every rank runs them.
@@ -47,11 +49,13 @@ def find_units(model: nn.Module, at_least: int, begins: Collection[str] = ()) ->
         model: Not laid out yet.
         at_least: Containers are opened until there are as many units, where there can be.
         begins: Names of modules that are to begin a stage: what holds them is opened, unless it is a block.
+        opened: Names of modules of which code outside calls the insides.
     """
     skeleton = {id(model)}
     blocks = repeated_blocks(model)
     known = {name for name, _ in model.named_modules()}
     outside = [name for name in begins if name in known and not blocks.keys() & set(_ancestors(name))]
+    skeleton |= {id(model.get_submodule(name)) for name in opened}
     for name in (*blocks, *outside):
         skeleton |= {id(model.get_submodule(above)) for above in _ancestors(name)}
     units = dict(_walk(model, "", skeleton, set()))
@@ -59,6 +63,11 @@ def find_units(model: nn.Module, at_least: int, begins: Collection[str] = ()) ->
         skeleton.add(id(largest))
         units = dict(_walk(model, "", skeleton, set()))
     return units
+
+
+def uncalled(units: dict[str, nn.Module], called: Collection[str]) -> list[str]:
+    """Units that no forward called, and that have some inside: code outside may call those."""
+    return [name for name, unit in units.items() if name not in called and any(map(_matters, unit.children()))]
 
 
 def skeleton_of(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.tensor.marks import mark_of
 
 LossFn = Callable[..., Any]
@@ -29,7 +30,9 @@ def reading_wholes(loss_fn: LossFn | None, model: nn.Module, names: Collection[s
 
     @functools.wraps(loss_fn)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        held = {id(parameter): name for name, parameter in model.named_parameters() if name in names}
+        # not model.named_parameters(): where stages split the model, that is an error while the loss runs
+        inner = model.module if isinstance(model, Replica) else model
+        held = {id(parameter): name for name, parameter in nn.Module.named_parameters(inner) if name in names}
         with _Reading(held):
             return loss_fn(*args, **kwargs)
 
