@@ -33,6 +33,7 @@ from nbtrain.parallel.stepper import Stepper
 from nbtrain.parallel.timeline import collect_timeline
 from nbtrain.plan import Plan
 from nbtrain.planner.timeline import Timeline
+from nbtrain.telemetry.timeline import recorder
 
 if TYPE_CHECKING:
     from nbtrain.parallel.checkpoint.saving import Saving
@@ -155,7 +156,8 @@ class Trainer:
         self._stepper.require_whole()  # else a rank that lost it would begin a collective alone
         share = Batch.of(batch, named)
         require_same_batch(share, self._stepper.layout, self._device, self._stepper.changes())
-        return self._scalar(self._stepper.step(share.to(self._device), self._accumulate))
+        with recorder().only_of(self):
+            return self._scalar(self._stepper.step(share.to(self._device), self._accumulate))
 
     def evaluate(self, batches: Iterable[Any]) -> torch.Tensor:
         """The global mean loss over ``batches``: no gradients, in eval mode, which is put back afterwards.
@@ -329,7 +331,7 @@ class Trainer:
             record: Whether recording goes on. It costs about 3 us an event, and nothing when it is off.
         """
         require_all_ranks("Trainer.timeline")
-        return collect_timeline(self._stepper.layout, self._device, record)
+        return collect_timeline(self._stepper.layout, self._device, record, self)
 
     def describe(self) -> str:
         """The plan in words, and a table of what this rank holds, as measured."""

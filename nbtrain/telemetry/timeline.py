@@ -40,24 +40,28 @@ class Recorder:
     Attributes:
         enabled: Whether spans are recorded.
         step: The training step that new events belong to; whoever runs the steps sets it.
+        owner: Who began to record; steps of others are not recorded.
     """
 
-    __slots__ = ("_device", "_kept", "_num_recorded", "enabled", "step")
+    __slots__ = ("_device", "_kept", "_num_recorded", "enabled", "owner", "step")
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.enabled = False
         self.step = 0
+        self.owner: object = None
         self._device: torch.device | None = None  # of CUDA, if any
         self._kept: deque[_Timed | _OnDevice] = deque(maxlen=capacity)
         self._num_recorded = 0
 
-    def start(self, device: torch.device | str = "cpu") -> None:
+    def start(self, device: torch.device | str = "cpu", owner: object = None) -> None:
         """Forgets what there is, and records from now on.
 
         Args:
             device: Where the work is done; on a CUDA device, its own time is measured.
+            owner: Whose steps; None: anybody's.
         """
         self.clear()
+        self.owner = owner
         place = torch.device(device)
         self._device = place if place.type == "cuda" else None
         self.enabled = True
@@ -74,6 +78,10 @@ class Recorder:
             yield
         finally:
             self.enabled = before
+
+    def only_of(self, who: object) -> AbstractContextManager[None]:
+        """Around a step of ``who``: records nothing if somebody else's are."""
+        return nullcontext() if self.owner is None or self.owner is who else self.paused()
 
     def clear(self) -> None:
         """Forgets all events."""

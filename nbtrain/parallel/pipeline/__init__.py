@@ -9,6 +9,7 @@
     partition   where the score is cut into stages
     holding     a rank keeps the parameters of its stages
     flow        one forward of one stage on one microbatch
-    stage       the same under torch's schedule runtime, with what is sent and received; graph: its backward in two parts
+    stage       the same under torch's schedule runtime, with what is sent and received
+    graph       which gradients of weights can wait, where backward is taken apart
     pipeline    a whole step; ties and reduction: what becomes of gradients
 """

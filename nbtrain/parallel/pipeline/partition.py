@@ -114,8 +114,8 @@ def _balanced(model: nn.Module, score: Score, num_stages: int) -> tuple[int, ...
     allowed = _cuts(model, score, num_stages)
     if len(allowed) < num_stages - 1:
         raise ModelError(
-            f"{type(model).__name__} calls {len(allowed) + 1} modules that could begin a stage, and the plan has "
-            f"{num_stages} stages; take fewer (pp, num_virtual_stages), or divide its layers into more modules"
+            f"{len(allowed) + 1} of the modules that {type(model).__name__} calls could begin a stage, and the plan "
+            f"has {num_stages} stages; take fewer (pp, num_virtual_stages), or divide its layers into more modules"
         )
     # embeddings count as nothing, yet cost something: a stage of them alone is no stage
     small = max(score.costs, default=0.0) * 1e-3 + 1e-9
@@ -148,9 +148,15 @@ def _cuts(model: nn.Module, score: Score, num_stages: int) -> list[int]:
     chosen = [
         position
         for position in range(1, len(score.calls))
-        if is_block[position] or (is_block[position - 1] and score.calls[position].cost > 0)
+        if is_block[position] or (is_block[position - 1] and _cost_to_next(score, is_block, position) > 0)
     ]
     return chosen if len(chosen) >= num_stages - 1 else list(range(1, len(score.calls)))
+
+
+def _cost_to_next(score: Score, is_block: Sequence[bool], position: int) -> float:
+    """Of what comes before the next block: a norm counts as nothing, the head behind it does not."""
+    rest = zip(score.calls[position:], is_block[position:], strict=True)
+    return sum(call.cost for call, _ in itertools.takewhile(lambda pair: not pair[1], rest))
 
 
 def _bytes_into(score: Score, position: int) -> float:
