@@ -37,6 +37,9 @@ PLACES = (
 )
 """Where the rank dies in step `FATAL`."""
 
+LIKE = ("zero2", "bf16")
+"""Much like ``zero3``: they take every other place."""
+
 TENSOR = ("tp ddp", "tp zero3")
 TENSOR_PLACES = ("forward", "in the wait", "optimizer")
 """With ``tp``: peers wait for each other in every layer."""
@@ -49,7 +52,6 @@ STAGE_DEATHS = [
     ("conv", "pp zero3", "optimizer", 3),
     ("gpt", "pp zero1", "backward", 2),
     ("gpt", "pp zero1", "gathering", 3),
-    ("gpt", "pp zero1", "between", 1),
 ]
 """With ``pp``: the lowest survivor holds other stages than ranks 2 and 3, the embedding is tied over stages, and
 dropout goes on without a mirror: what a microbatch draws depends on its number."""
@@ -272,8 +274,12 @@ def check(kind: str, plan: str, dying: tuple[int, ...], place: str) -> None:
 def _sweep() -> list[tuple[str, str, str, int]]:
     """Every plan with every place; models and ranks take turns."""
     cases = []
-    everywhere = itertools.product([plan for plan in PLANS if plan not in (*UPDATES, *TENSOR, *STAGES)], PLACES)
-    some = [*itertools.product(UPDATES, UPDATE_PLACES), *itertools.product(TENSOR, TENSOR_PLACES)]
+    everywhere = itertools.product([plan for plan in PLANS if plan not in (*UPDATES, *TENSOR, *STAGES, *LIKE)], PLACES)
+    some = [
+        *itertools.product(LIKE, PLACES[::2]),
+        *itertools.product(UPDATES, UPDATE_PLACES),
+        *itertools.product(TENSOR, TENSOR_PLACES),
+    ]
     for turn, (plan, place) in enumerate([*everywhere, *some]):
         # dropout goes on where a mirror knows how
         kinds = ["net", "gpt", "noisy"] if PLANS[plan][2] else ["net", "gpt"]

@@ -16,12 +16,19 @@ REFUSED = {
 }
 """What cannot be, by model and by how a layout or an option begins."""
 
+IN_TURNS = ("zero 2", "HSDP 2x2", "tp4")
+"""Layouts that every other model takes here; all do in `make parity`."""
+
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("model", zoo.CASES)
 def test_equals_one_device(model: str) -> None:
     number = list(zoo.CASES).index(model)
-    pairs = [(layout, OPTIONS[(number + index) % len(OPTIONS)]) for index, layout in enumerate(LAYOUTS)]
+    pairs = [
+        (layout, OPTIONS[(number + index) % len(OPTIONS)])
+        for index, layout in enumerate(LAYOUTS)
+        if layout.title not in IN_TURNS or (number + index) % 2 == 0
+    ]
     for ranks in (2, 4):
         chosen = [pair for pair in pairs if pair[0].ranks == ranks]
         for (layout, option), outcome in zip(chosen, matrix.outcomes(model, chosen), strict=True):
