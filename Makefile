@@ -6,13 +6,14 @@
 # make parity     every model under every plan against one device, and rewrites the README's table
 # make faults     runs the fault matrix, and the same mistakes under peers, and rewrites the README's tables
 # make soak       200 random faults in one session
+# make slow       the tests that make test leaves out, since others are much like them
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
 NOTEBOOK ?= notebooks/00_quickstart.ipynb
 
-.PHONY: demo lab test check benchmarks parity faults soak clean
+.PHONY: demo lab test check benchmarks parity faults soak slow clean
 
 demo: .venv/lab
 	$(BIN)/python notebooks/show.py $(NOTEBOOK)
@@ -40,6 +41,9 @@ faults: .venv/dev
 
 soak: .venv/dev
 	$(BIN)/python tests/faults/soak.py
+
+slow: .venv/dev
+	$(BIN)/python -m pytest -m slow
 
 clean:
 	rm -rf .venv

@@ -6,6 +6,7 @@ What a fault leaves behind shows at the next one; under DDP each comes twice in 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import matrix
 import psutil
@@ -15,9 +16,15 @@ from rig import Rig
 from scenarios import FAULTS, LAYOUTS, WHO, Fault
 
 REPEATED = "DDP"
+# shards and replicas, as FSDP and DDP have them
+ALIKE = "HSDP"
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS))
+def _layouts() -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name == ALIKE else name for name in LAYOUTS]
+
+
+@pytest.fixture(scope="module", params=_layouts())
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """A session a layout; when it stops, no process and no port of it is left."""
     with Notebook() as nb:

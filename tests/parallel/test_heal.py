@@ -37,8 +37,8 @@ PLACES = (
 )
 """Where the rank dies in step `FATAL`."""
 
-LIKE = ("zero2", "bf16")
-"""Much like ``zero3``: they take every other place."""
+LIKE = ("hsdp", "zero2", "bf16")
+"""Much like ``ddp`` and ``zero3``: they take some places only."""
 
 TENSOR = ("tp ddp", "tp zero3")
 TENSOR_PLACES = ("forward", "in the wait", "optimizer")
@@ -276,7 +276,7 @@ def _sweep() -> list[tuple[str, str, str, int]]:
     cases = []
     everywhere = itertools.product([plan for plan in PLANS if plan not in (*UPDATES, *TENSOR, *STAGES, *LIKE)], PLACES)
     some = [
-        *itertools.product(LIKE, PLACES[::2]),
+        *itertools.product(LIKE, PLACES[::3]),
         *itertools.product(UPDATES, UPDATE_PLACES),
         *itertools.product(TENSOR, TENSOR_PLACES),
     ]
