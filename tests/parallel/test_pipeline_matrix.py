@@ -44,7 +44,11 @@ def _cells(model: str) -> list[list[Cell]]:
     return [group for ranks in (2, 4, 8) if (group := [cell for cell in chosen if cell.layout.ranks == ranks])]
 
 
-@pytest.mark.parametrize("model", MODELS)
+# every other one, so that the suite stays within its time; `make slow` runs the rest
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(model, marks=pytest.mark.slow) if number % 2 else model for number, model in enumerate(MODELS)],
+)
 def test_equals_one_device(model: str) -> None:
     for cells in _cells(model):
         for cell, outcome in zip(cells, matrix.outcomes(pipeline_models.CASES[model], cells), strict=True):
