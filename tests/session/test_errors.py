@@ -76,7 +76,7 @@ def test_run_all_stops_at_an_error(nb: Notebook) -> None:
         ("%%distributed --plam zero=3\n1", ["did you mean '--plan'"]),
         ("%%distributed --plan zeroo=3\n1", ["did you mean 'zero'"]),
         ("%%distributed --plan dp_shard=3\n1", ["dp_shard=4"]),
-        ("%%distributed --plan pp=2\n1", ["pp=2", "later release"]),
+        ("%%distributed --plan zero=0,algorithm=qadam\n1", ["algorithm='qadam' comes with a later release"]),
         ("%%distributed --push missing\n1", ["no 'missing'"]),
         ("%%distributed --parallelize nothing\n1", ["nothing", "not defined"]),
         ("%%distributed --timeout soon\n1", ["'soon'", "30"]),
