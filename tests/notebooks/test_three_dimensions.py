@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from executed import shown
 
+pytestmark = pytest.mark.slow  # `make slow` runs it: other tests hold the same
+
 NAME = "05_three_dimensions.ipynb"
 
 

@@ -302,6 +302,7 @@ def test_tied_weights_schedules_accumulation_and_dropout(kind: str, plan: str) -
     check(kind, plan, (PLANS[plan][1] - 1,), "in the wait")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "dying"),
     [
@@ -320,6 +321,7 @@ def test_whoever_dies(plan: str, dying: tuple[int, ...]) -> None:
     check("net", plan, dying, "behind the wait")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "hsdp", "zero3", "zero2"])
 def test_one_after_another(plan: str) -> None:
     """The newcomer dies too, then the rank that had its mirror."""
