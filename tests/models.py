@@ -89,6 +89,16 @@ class GPT(nn.Module):
         return logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten())
 
 
+class Noisy(GPT):
+    """With dropout, outside of modules."""
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        x = F.dropout(self.tokens(ids) + self.positions.weight[: ids.shape[1]], 0.3)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class Tied(nn.Module):
     """Of shared/cases/05."""
 

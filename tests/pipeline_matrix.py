@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import parity
 import pipeline_models
 from models import Case
-from parity import BF16, FP32, Run, Tolerance
+from parity import BF16, Run
+from parity_matrix import Option
 from ranks import run_ranks
 
 from nbtrain.errors import ModelError, PlanError
@@ -36,16 +37,6 @@ class Layout:
     ranks: int
     num_microbatches: int = 4
     batch: int = 16
-
-
-@dataclass(frozen=True)
-class Option:
-    """What is varied beside model, layout and schedule."""
-
-    title: str
-    spec: str = ""
-    run: Run = Run(steps=2)  # noqa: RUF009  # frozen
-    tolerance: Tolerance = FP32
 
 
 @dataclass(frozen=True)

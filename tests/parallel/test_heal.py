@@ -10,7 +10,6 @@ from typing import Any
 import models
 import pytest
 import torch
-import torch.nn.functional as F
 import zoo
 from lives import Life, die, run_lives
 from torch import nn
@@ -76,16 +75,6 @@ class Net(nn.Module):
         return self.layers(x) * self.scale + self._offset
 
 
-class Noisy(models.GPT):
-    """With dropout."""
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
-        x = F.dropout(self.tokens(ids) + self.positions.weight[: ids.shape[1]], 0.3)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 # eps: gradients that are 0 but for rounding, as of a key's bias, would be divided by themselves
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     half = len(params) // 2
@@ -104,7 +93,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str, dict[st
     "net": (Net, nn.functional.mse_loss, "mlp", {"optimizer": momentum, "grad_clip": 0.5}),
     "gpt": (models.GPT, models.token_mean, "gpt", {"optimizer": adamw, "scheduler": cosine, "accumulate": 2}),
     "conv": (models.ConvNet, nn.functional.cross_entropy, "conv", {"optimizer": momentum, "grad_clip": 0.5}),
-    "noisy": (Noisy, models.token_mean, "gpt", {"optimizer": adamw}),
+    "noisy": (models.Noisy, models.token_mean, "gpt", {"optimizer": adamw}),
     "split": (zoo.SplitGPT, models.token_mean, "gpt", {"optimizer": adamw, "grad_clip": 0.5}),
 }
 PLANS = {

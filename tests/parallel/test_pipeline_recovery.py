@@ -11,7 +11,6 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from ranks import run_ranks
 
 import nbtrain as nt
@@ -31,20 +30,10 @@ class Fault(Exception):
     pass
 
 
-class Noisy(models.GPT):
-    """With dropout, and an embedding that is tied over stages."""
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
-        x = F.dropout(self.tokens(ids) + self.positions.weight[: ids.shape[1]], 0.3)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 def trainer_of(spec: str) -> nt.Trainer:
     torch.manual_seed(0)
     return nt.Trainer(
-        Noisy(),
+        models.Noisy(),
         nt.Plan.parse(spec),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         loss_fn=models.token_mean,

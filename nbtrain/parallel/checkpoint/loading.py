@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 
 from nbtrain.errors import CheckpointError, OptimizerError
 from nbtrain.parallel import gradients, mesh
-from nbtrain.parallel.cell import require_all_ranks, say
+from nbtrain.parallel.cell import require_all_ranks
 from nbtrain.parallel.checkpoint import contents, folder, storage
 from nbtrain.parallel.checkpoint.contents import class_name, model_item, parameter_names, state_item
 from nbtrain.parallel.checkpoint.disk import Position, matched, spelled
 from nbtrain.parallel.checkpoint.manifest import Manifest
 from nbtrain.parallel.checkpoint.numbers import fits
 from nbtrain.parallel.checkpoint.saving import settle
-from nbtrain.parallel.checkpoint.together import attempt, gather, host, require_all
+from nbtrain.parallel.checkpoint.together import attempt, gather, host, require_all, require_fit
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.pieces import (
     Held,
@@ -296,12 +296,7 @@ def _require_fit(where: Path, manifest: Manifest, answers: list[Any], strict: bo
     unknown = [name for name in (*manifest.tensors, *manifest.extra_states) if name not in known]
     if unknown:
         gaps[f"the model has no {_some(unknown)}"] = None
-    refused = [*problems, *(gaps if strict else ())]
-    if refused:
-        cure = "" if problems else "; strict=False takes what fits"
-        raise CheckpointError(f"{where} does not fit the trainer: {'; '.join(refused)}{cure}")
-    for gap in gaps:
-        say(f"loading {where.name}: {gap}; left as it is")
+    require_fit(f"{where} does not fit the trainer", problems, gaps, strict, f"loading {where.name}")
 
 
 def _read(trainer: Trainer, where: Path, reader: storage.Reader, table: Metadata, fit: Fit) -> None:

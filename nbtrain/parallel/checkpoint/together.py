@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from nbtrain.errors import CheckpointError
 from nbtrain.parallel import transfer
+from nbtrain.parallel.cell import say
 
 Result = TypeVar("Result")
 
@@ -56,6 +57,27 @@ def require_all(what: str, problems: list[str]) -> None:
         alone = len(problems) == 1
         parts = [problem if alone else f"{problem} (on {_ranks(held, problems)})" for problem, held in ranks.items()]
         raise CheckpointError(f"{what}: {'; '.join(parts)}")
+
+
+def require_fit(what: str, problems: Iterable[str], gaps: Iterable[str], strict: bool, doing: str) -> None:
+    """Raises where something is wrong, or, if ``strict``, missing; else says what is left as it is. The same on all.
+
+    Args:
+        what: Does not fit, in words.
+        problems: That nothing cures.
+        gaps: That ``strict=False`` leaves.
+        strict: Whether gaps are problems.
+        doing: What is going on, before what is said.
+
+    Raises:
+        CheckpointError: All of it.
+    """
+    problems, gaps = list(problems), list(gaps)
+    if refused := [*problems, *(gaps if strict else ())]:
+        cure = "" if problems else "; strict=False takes what fits"
+        raise CheckpointError(f"{what}: {'; '.join(refused)}{cure}")
+    for gap in gaps:
+        say(f"{doing}: {gap}; left as it is")
 
 
 def host() -> str:

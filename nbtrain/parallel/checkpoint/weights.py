@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from nbtrain.errors import CheckpointError
 from nbtrain.parallel import mesh
-from nbtrain.parallel.cell import require_all_ranks, say
+from nbtrain.parallel.cell import require_all_ranks
 from nbtrain.parallel.checkpoint import safetensors, storage
 from nbtrain.parallel.checkpoint.contents import parameter_names
 from nbtrain.parallel.checkpoint.numbers import fits
-from nbtrain.parallel.checkpoint.together import attempt, gather, require_all
+from nbtrain.parallel.checkpoint.together import attempt, gather, require_all, require_fit
 from nbtrain.parallel.pieces import Box, Held, aliases, held_parameters
 
 if TYPE_CHECKING:
@@ -202,12 +202,7 @@ def _require_fit(
     known = set().union(*(answer[3] for answer in answers))
     if unknown := [name for name in file.entries if name not in known and not problems]:
         gaps[f"the model has no {', '.join(map(repr, unknown[:20]))}"] = None
-    refused = [*problems, *(gaps if strict else ())]
-    if refused:
-        cure = "" if problems else "; strict=False takes what fits"
-        raise CheckpointError(f"{path} does not fit the model: {'; '.join(refused)}{cure}")
-    for gap in gaps:
-        say(f"importing {path.name}: {gap}; left as it is")
+    require_fit(f"{path} does not fit the model", problems, gaps, strict, f"importing {path.name}")
 
 
 def _copy(held: Mapping[str, Held], found: Mapping[str, str], file: safetensors.Reader) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from nbtrain.parallel.blocks import mark_elsewhere
+from nbtrain.parallel.pipeline.units import insides
 
 _ELSEWHERE = "_nbtrain_held_elsewhere"
 
@@ -23,19 +24,12 @@ def keep(model: nn.Module, units: Mapping[str, nn.Module], held: Iterable[str], 
         device: Where the model lives.
     """
     held = set(held)
-    staying = {id(module) for name, unit in units.items() if name in held for module in unit.modules()}
-    inside = {id(module) for unit in units.values() for module in unit.modules()}
+    names = held_names(model, units, held)
     for prefix, module in model.named_modules():
-        if id(module) in staying:
-            continue
-        for key, parameter in list(module._parameters.items()):
-            name = f"{prefix}.{key}" if prefix else key
-            if parameter is not None and name not in held:
-                _blank_out(module, module._parameters, key, parameter, device)
-        if id(module) in inside:
-            for key, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    _blank_out(module, module._buffers, key, buffer, device)
+        for slots in (module._parameters, module._buffers):
+            for key, tensor in list(slots.items()):
+                if tensor is not None and (f"{prefix}.{key}" if prefix else key) not in names:
+                    _blank_out(module, slots, key, tensor, device)
     for name, unit in units.items():
         if name not in held:
             mark_elsewhere(unit)
@@ -76,8 +70,7 @@ def holders(names: Mapping[str, str], held: list[set[str]]) -> dict[str, tuple[i
 def held_names(model: nn.Module, units: Mapping[str, nn.Module], held: Iterable[str]) -> set[str]:
     """Names of the parameters and buffers that `keep` would leave; ``model`` is whole."""
     held = set(held)
-    staying = {id(module) for name, unit in units.items() if name in held for module in unit.modules()}
-    inside = {id(module) for unit in units.values() for module in unit.modules()}
+    staying, inside = insides(unit for name, unit in units.items() if name in held), insides(units.values())
     found = set()
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""

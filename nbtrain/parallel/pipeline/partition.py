@@ -12,6 +12,7 @@ from torch import nn
 from nbtrain.errors import ModelError, PlanError, nearest
 from nbtrain.parallel.blocks import repeated_blocks
 from nbtrain.parallel.pipeline.score import Score
+from nbtrain.parallel.pipeline.units import skeleton_of
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,9 @@ def _home_the_rest(
         stage = homed.get(name, reading[0] if reading else stage)
         names[stage] |= {name}
     read = frozenset().union(*outside)
-    inside = {id(module) for unit in units.values() for module in unit.modules()}
-    for prefix, module in model.named_modules():
-        if id(module) not in inside:
-            own = {f"{prefix}.{key}" if prefix else key for key, held in module._parameters.items() if held is not None}
-            outside[-1] |= own - read
+    for prefix, module in skeleton_of(model, units).items():
+        own = {f"{prefix}.{key}" if prefix else key for key, held in module._parameters.items() if held is not None}
+        outside[-1] |= own - read
 
 
 def _balanced(model: nn.Module, score: Score, num_stages: int) -> tuple[int, ...]:

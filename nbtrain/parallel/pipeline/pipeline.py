@@ -49,6 +49,10 @@ _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 ended in the middle is taken for one of a later."""
 
 
+Finish = Callable[[Loss, bool], torch.Tensor | None]
+"""From a loss, and whether its samples are a stand-in, to what backward begins with."""
+
+
 class Pipeline:
     """One model on one rank.
 
@@ -91,15 +95,10 @@ class Pipeline:
         self._count()
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
-        count = num_microbatches(self._layout.plan)
-        self._modes = tuple(module.training for module in self._model.modules())
-        parts = chunk.chunks(count, uneven=True)
         losses: list[Loss] = []
-        microbatches = [
-            self._microbatch(part, loss_fn, self._begun + number, stand_in, functools.partial(_rooted, divisor, losses))
-            for number, part in enumerate(parts)
-        ]
-        self._begun += count
+        finish = functools.partial(_rooted, divisor, losses)
+        microbatches = self._cut(chunk, num_microbatches(self._layout.plan), loss_fn, stand_in, finish, self._begun)
+        self._begun += len(microbatches)
         self._is_real |= chunk.num_samples > 0
         self._run(microbatches, backward=True)
         for loss in losses:
@@ -119,14 +118,9 @@ class Pipeline:
     def evaluate(self, batch: Batch, loss_fn: LossFn | None, tally: Tally, stand_in: StandIn) -> None:
         """Adds the losses of a batch to ``tally`` on the last stage. No gradients."""
         self._count()
-        parts = batch.chunks(self._layout.plan.pp, uneven=True)
-        self._modes = tuple(module.training for module in self._model.modules())
         losses: list[Loss] = []
-        microbatches = [
-            self._microbatch(part, loss_fn, number, stand_in, functools.partial(_kept, losses))
-            for number, part in enumerate(parts)
-        ]
-        self._run(microbatches, backward=False)
+        finish = functools.partial(_kept, losses)
+        self._run(self._cut(batch, self._layout.plan.pp, loss_fn, stand_in, finish), backward=False)
         for loss in losses:
             tally.add(loss)
 
@@ -162,13 +156,16 @@ class Pipeline:
 
     # microbatches
 
+    def _cut(
+        self, batch: Batch, count: int, loss_fn: LossFn | None, stand_in: StandIn, finish: Finish, first: int = 0
+    ) -> list[Microbatch]:
+        """``count`` microbatches, of which ``first`` is the first one's number in the step."""
+        self._modes = tuple(module.training for module in self._model.modules())
+        parts = batch.chunks(count, uneven=True)
+        return [self._microbatch(part, loss_fn, first + number, stand_in, finish) for number, part in enumerate(parts)]
+
     def _microbatch(
-        self,
-        part: Batch,
-        loss_fn: LossFn | None,
-        index: int,
-        stand_in: StandIn,
-        finish: Callable[[Loss, bool], torch.Tensor | None],
+        self, part: Batch, loss_fn: LossFn | None, index: int, stand_in: StandIn, finish: Finish
     ) -> Microbatch:
         is_empty = part.num_samples == 0
         batch = stand_in.of(part) if is_empty else part
@@ -285,16 +282,10 @@ class Pipeline:
         return self._runtimes[key]
 
     def _stage(self, index: int) -> Stage:
-        parameters = functools.partial(self._trained, index)
+        parameters = functools.partial(_trained, list(self._slots(index)))
         settle = functools.partial(reduction.settle_weights, self._model, self._layout)
         num_stages, draws = self.partition.num_stages, self._layout.draws
         return Stage(index, num_stages, self._device, self._group, parameters, settle, self._units, self._blanks, draws)
-
-    def _trained(self, stage: int) -> list[nn.Parameter]:
-        """What the backward of a stage leaves gradients in, as it is now: FSDP puts gathered ones in their places."""
-        held = {id(slot): slot for slot in self._slots(stage)}
-        found = (slots[key] for module, key in held.values() if (slots := module._parameters)[key] is not None)
-        return list({id(one): one for one in found if one is not None and one.requires_grad}.values())
 
     def _slots(self, stage: int) -> Iterator[tuple[nn.Module, str]]:
         for name in sorted(self.partition.units[stage]):
@@ -303,6 +294,12 @@ class Pipeline:
         for name in sorted(self.partition.parameters[stage]):
             prefix, _, key = name.rpartition(".")
             yield self._model.get_submodule(prefix), key
+
+
+def _trained(slots: list[tuple[nn.Module, str]]) -> list[nn.Parameter]:
+    """What backward leaves gradients in, as it is now: FSDP puts gathered parameters in their places."""
+    found = (module._parameters[key] for module, key in slots)
+    return list({id(one): one for one in found if one is not None and one.requires_grad}.values())
 
 
 def schedule_of(plan: Plan, count: int | None) -> Schedule:

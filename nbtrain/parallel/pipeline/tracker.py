@@ -93,15 +93,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "the model's own code draws from a torch.Generator, which each pipeline stage would draw from; "
                     "use the default one, or draw inside of a module that one stage runs"
                 )
+        written = list(_written(func, args, kwargs))
         if found := self._labels.of(given):
             if func.overloadpacket.__name__ in _READING:
                 self.decisive |= found
-            written = list(_written(func, args, kwargs))
             for tensor in (*tree_leaves(output), *written):
                 if isinstance(tensor, torch.Tensor):
                     self._labels.add(tensor, found)
-        else:
-            written = list(_written(func, args, kwargs))
         self.written |= {label for one in written if isinstance(label := self._labels.origin(one), Value)}
         return output
 

@@ -6,7 +6,7 @@ skeleton's own code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -70,10 +70,15 @@ def uncalled(units: dict[str, nn.Module], called: Collection[str]) -> list[str]:
     return [name for name, unit in units.items() if name not in called and any(map(_matters, unit.children()))]
 
 
-def skeleton_of(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def skeleton_of(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The modules of ``model`` that are in no unit, by name."""
-    inside = {id(module) for unit in units.values() for module in unit.modules()}
+    inside = insides(units.values())
     return {name: module for name, module in model.named_modules() if id(module) not in inside}
+
+
+def insides(units: Iterable[nn.Module]) -> set[int]:
+    """The ids of all modules in ``units``, themselves among them."""
+    return {id(module) for unit in units for module in unit.modules()}
 
 
 def _walk(module: nn.Module, prefix: str, skeleton: set[int], seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
