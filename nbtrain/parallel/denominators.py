@@ -32,7 +32,7 @@ class Denominators:
     def __init__(self) -> None:
         self.num_means = self.num_targets = 0
         self.cure = ""
-        self.shortfall: float | torch.Tensor = 0.0
+        self.shortfall: int | torch.Tensor = 0
         self.sums: list[torch.Tensor] = []
 
     def see(self, name: str, result: torch.Tensor, call: dict[str, Any]) -> None:
@@ -41,12 +41,16 @@ class Denominators:
             self.sums.append(result)
         if call["reduction"] != "mean" or target.is_floating_point():
             return  # class probabilities count whole samples
-        counted = target != call["ignore_index"]
-        total = weight[target[counted]].sum() if weight is not None else counted.sum()
         self.num_means += 1
         self.num_targets += target.numel()
         self.cure = _cure(name, call)
-        self.shortfall = self.shortfall + (target.numel() - total.detach().double())
+        self.shortfall = self.shortfall + _shortfall(target, call["ignore_index"], weight)
+
+
+def _shortfall(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
+    if weight is None:
+        return (target == ignore_index).sum().double()
+    return target.numel() - weight[target[target != ignore_index]].sum().detach().double()
 
 
 @contextlib.contextmanager
@@ -64,7 +68,7 @@ def watched() -> Iterator[Denominators]:
 
 
 def _watching(name: str, function: Callable[..., torch.Tensor], seen: Denominators) -> Callable[..., torch.Tensor]:
-    signature = inspect.signature(function)
+    signature = _signature(function)
 
     @functools.wraps(function)
     def watching(*args: Any, **options: Any) -> torch.Tensor:
@@ -75,6 +79,11 @@ def _watching(name: str, function: Callable[..., torch.Tensor], seen: Denominato
         return result
 
     return watching
+
+
+@functools.cache  # losses are computed anew for each chunk, by the same two functions
+def _signature(function: Callable[..., torch.Tensor]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def _cure(name: str, call: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from nbtrain.errors import BatchError
 from nbtrain.parallel import shard
 from nbtrain.parallel.batch import Batch
+from nbtrain.parallel.exchange import all_reduce
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import LossFn, compute_loss
 from nbtrain.parallel.peers import require_same_batch
@@ -62,7 +63,7 @@ def batch_of(item: Any) -> Batch:
 
 def _require_same_length(length: int, group: dist.ProcessGroup, device: torch.device) -> None:
     span = torch.tensor([length, -length], device=device)
-    dist.all_reduce(span, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(span, group, largest=True)
     longest, shortest = int(span[0]), -int(span[1])
     if longest != shortest:
         raise BatchError(

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather of a flat buffer, in place and asynchronous.
+"""Reduce-scatter and all-gather of a flat buffer, in place and asynchronous; and all-reduce of a few numbers.
 
 ::
 
@@ -9,11 +9,14 @@
 gloo has no reduce-scatter of its own: torch runs its all-reduce and throws most of it away, and its all-gather copies
 twice. On the CPU ranks therefore exchange the parts directly, in messages: the same (N-1)/N of the buffer in each
 direction, measured 14 and 6 times as fast on 2 ranks (24 MB, loopback), and both together faster than an all-reduce.
+A few numbers all ranks send to all: gloo's all-reduce hands them from thread to thread, 1.4 to 2.5 ms where a message
+takes 0.08 (2 ranks on 2 cores; 6 and 3 on 4 ranks, 19 and 9 on 8).
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +36,11 @@ Finish = Callable[[], None]
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+FEW_RANKS = 16
+"""Up to here all send to all."""
+
 _begun: Counter[str] = Counter()  # exchanges, by the group's name
+_reduced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def part(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -75,6 +82,26 @@ def begin_all_gather(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> 
     parts = flat.view(group.size(), -1)
     messages = [(own, to, parts[source], source) for to, source in _pairs(group)]
     return _exchanged("all_gather", messages, flat, group, tag)
+
+
+def all_reduce(numbers: torch.Tensor, group: dist.ProcessGroup, *, largest: bool = False) -> None:
+    """Sums a few numbers over ranks, or takes the largest of each, in place, and waits. The same bits on all ranks.
+
+    Args:
+        numbers: One dimension, contiguous, as many on every rank.
+        group: Its ranks call it in the same order.
+        largest: Of each number, in the place of the sum.
+    """
+    if not numbers.is_cpu or group.size() > FEW_RANKS:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        return
+    _reduced[group] = number = _reduced.get(group, 0) + 1
+    rows = numbers.new_empty(group.size(), len(numbers))
+    rows[group.rank()] = numbers
+    messages = [(numbers, to, rows[source], source) for to, source in _pairs(group)]
+    # of another tag than the parts of a step: below zero there are none
+    _exchanged("all_reduce", messages, numbers, group, number % 2**29 + 2**30)()
+    numbers.copy_(rows.amax(0) if largest else rows.sum(0))
 
 
 def _pairs(group: dist.ProcessGroup) -> list[tuple[int, int]]:

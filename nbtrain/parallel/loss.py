@@ -131,7 +131,7 @@ def _ignored(targets: list[Any], num_samples: int, seen: Denominators) -> float 
         return sum((target == IGNORED).sum().double() for target in classes) / num_samples
     # F.cross_entropy(output[mask], target[mask]) gets some of the only targets there are
     left_out = classes[0].numel() - seen.num_targets if len(classes) == seen.num_means == 1 else 0
-    return (seen.shortfall + left_out) / num_samples
+    return (seen.shortfall + left_out if left_out else seen.shortfall) / num_samples
 
 
 def _read(result: Any, num_samples: int, targets: list[Any], seen: Denominators) -> Loss:

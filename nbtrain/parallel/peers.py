@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_flatten
 
 from nbtrain.errors import BatchError, ModelError
 from nbtrain.parallel.batch import Batch
+from nbtrain.parallel.exchange import all_reduce
 from nbtrain.parallel.layout import Layout
 
 
 def require_same_batch(batch: Batch, layout: Layout, device: torch.device, problem: str = "") -> None:
-    """Raises `BatchError` on every peer when their batches differ, in shape or in any bit. Collective, 32 bytes an
-    axis; nothing without peers.
+    """Raises `BatchError` on every peer when their batches differ, in shape or in any bit. Collective, 40 bytes an
+    axis; without peers it moves nothing.
 
     Fed different data, peers would multiply parts of one sample with parts of another; with different shapes gloo
     ends the process. So this comes before forward.
@@ -34,12 +35,14 @@ def require_same_batch(batch: Batch, layout: Layout, device: torch.device, probl
     for axis, peers in (("tensor", layout.peers), ("pipeline", layout.stages)):
         if peers is not None:
             _require_same(batch, axis, peers, device, problem)
+    if problem:
+        raise ModelError(problem)
 
 
 def _require_same(batch: Batch, axis: str, peers: dist.ProcessGroup, device: torch.device, problem: str) -> None:
     shape, content = _digests(batch)
     span = torch.tensor([shape, -shape, content, -content, bool(problem)], device=device)
-    dist.all_reduce(span, op=dist.ReduceOp.MAX, group=peers)
+    all_reduce(span, peers, largest=True)
     top_shape, bottom_shape, top, bottom, refused = span.tolist()
     if refused:
         raise ModelError(problem or "another rank of this model cannot take a step, and says why")

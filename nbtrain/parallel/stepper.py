@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.errors import GradientError, ModelError, NbtrainError, SessionError, UsageError
+from nbtrain.errors import GradientError, NbtrainError, SessionError, UsageError
 from nbtrain.events import EventKind
 from nbtrain.interrupts import uninterrupted
 from nbtrain.parallel import gradients, live, mesh, offload, shard
@@ -96,8 +96,6 @@ class Stepper:
     def step(self, whole: Batch, accumulate: int) -> float:
         """The global mean loss. Whatever raises, the weights stay and the next step starts afresh."""
         self.require_whole()
-        if changes := self.changes():
-            raise ModelError(changes)
         if isinstance(self.model, ShardedUpdate):
             self.model.claim(self.optimizer)
         if torch.is_inference_mode_enabled():

@@ -18,21 +18,40 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import BatchError, SessionError
+from nbtrain.parallel.exchange import all_reduce
 from nbtrain.parallel.loss import Loss
+
+KEPT_LOSSES = 256
+"""An evaluation may have any number of them."""
 
 
 class Tally:
-    """Adds up the losses of one rank's chunks, on the device: nothing waits for it."""
+    """Adds up the losses of one rank's chunks, on the device: nothing waits for it.
+
+    Many at a time: each operation on a single number costs as much as one on all of them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         # Apple's GPUs have no float64
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums = torch.zeros(5, dtype=self._dtype, device=device)
+        self._rows: list[tuple[Any, Any, Any, Any]] = []  # a loss, what makes it a sum, its weight, what is ignored
         self._cure = ""
 
     def add(self, loss: Loss) -> None:
-        self._sums += self._row(loss.sum, loss.weight, 1.0, loss.ignored, loss.ignored**2)
+        factor = 1.0 if loss.is_sum else loss.weight
+        self._rows.append((loss.value.detach(), factor, loss.weight, loss.ignored))
         self._cure = loss.cure
+        if len(self._rows) == KEPT_LOSSES:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        if not self._rows:
+            return
+        losses, factors, weights, ignored = (self._row(*column) for column in zip(*self._rows, strict=True))
+        ones = torch.ones_like(weights)
+        self._sums += torch.stack([losses * factors, weights, ones, ignored, ignored**2]).sum(1)
+        self._rows.clear()
 
     def reduce(
         self,
@@ -53,9 +72,10 @@ class Tally:
             marks: One for each parameter that ranks may or may not use; as many on every rank.
             copies: How many ranks have the same batch, and count the same loss.
         """
+        self._add_up()
         vector = torch.cat([self._sums, self._row(1.0, reference, reference**2, step, step**2, square_sum, *marks)])
         if group is not None:
-            dist.all_reduce(vector, group=group)
+            all_reduce(vector, group)
         loss_sum, weight, *rest = vector.tolist()
         ranks, references, squares, steps, step_squares, total_squares, *totals = rest[3:]
         agreed = not (_spread(ranks, references, squares) or _spread(ranks, steps, step_squares))

@@ -365,7 +365,7 @@ class _PieceUsage(Usage):
         self.unused = {index for index, total in enumerate(totals) if total == 0}
         pieces = {id(parameter): piece for parameter, piece in self._replica[0]._pairs()}
         for index in self.unused:
-            pieces[id(self._parameters[index])].grad = None
+            pieces[id(self.parameters[index])].grad = None
 
 
 def _placed(parameters: list[nn.Parameter], num_parts: int, whole: bool) -> Placement:

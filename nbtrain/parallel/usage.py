@@ -24,7 +24,7 @@ class Usage:
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._marks = [0.0] * len(parameters)
         self._is_paused = False
 
@@ -42,12 +42,12 @@ class Usage:
 
     def take(self) -> list[float]:
         """1.0 for each parameter that got a gradient since the last call, else 0.0."""
-        marks, self._marks = self._marks, [0.0] * len(self._parameters)
+        marks, self._marks = self._marks, [0.0] * len(self.parameters)
         return marks
 
     def clear_unused(self, totals: list[float]) -> None:
         """Sets the gradient to None where the marks of all ranks sum to 0."""
-        for parameter, total in zip(self._parameters, totals, strict=True):
+        for parameter, total in zip(self.parameters, totals, strict=True):
             if total == 0:
                 parameter.grad = None
 

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
 
 from nbtrain.events import EventKind, TimelineEvent
 from nbtrain.planner.schedule import Action, Kind, Schedule
@@ -84,8 +83,10 @@ class Measured:
 class Timeline:
     """What happened on each rank. Plain data: it can be pickled, and the notebook's kernel can hold it.
 
-    The ranks are all that were recorded, in any order: with data parallelism several hold the same stages, and the
-    replay takes the median of their busy times, over all steps too. Their clocks must agree, as those of one host do.
+    The ranks are all that were recorded, in any order: with data parallelism several hold the same stages. Of each
+    action the replay takes the least busy time of all steps and of all ranks that did it: neighbours on shared cores
+    slow each other down through caches and memory, and never speed each other up. Clocks must agree, as those of one
+    host do.
 
     Args:
         events: By rank, what was recorded, of any number of steps.
@@ -106,7 +107,7 @@ class Timeline:
 
     @cached_property
     def replayed(self) -> Simulation | None:
-        """The schedule with the busy time of each action; None without a schedule or a whole step of all its ranks."""
+        """The schedule with the least busy time of each action; None without one, or without a whole step of it."""
         if self.schedule is None:
             return None
         busy_s = self._busy_s()
@@ -124,7 +125,7 @@ class Timeline:
             for event in _computations(events):
                 if event.stage is not None and event.microbatch is not None:
                     samples[Action(event.stage, _KIND_OF[event.kind], event.microbatch)].append(event.busy_s)
-        return {action: median(seconds) for action, seconds in samples.items()}
+        return {action: min(seconds) for action, seconds in samples.items()}
 
     def _whole_steps(self, events: _Events, num_dropped: int) -> set[int]:
         """The steps of which all is there: not the oldest one, if events were dropped, nor one that broke off."""

@@ -107,7 +107,7 @@ class Pipeline:
     def reduce(self, bucket_mb: float | None) -> None:
         """Behind the last chunk: the gradients become those of the step. Collective."""
         if self.usage is not None and self._is_real:
-            self.usage.note(reduction.found_gradients(self._model, self._layout))
+            self.usage.note(reduction.found_gradients(self._model, self._layout, self.usage.parameters))
         self._begun, self._is_real = 0, False
         if not self._layout.shards:
             self.ties.sum_gradients(self._group, self._tag)

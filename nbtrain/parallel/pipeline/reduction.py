@@ -10,6 +10,7 @@ with every microbatch. So every rank reduces once, when its last microbatch is t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -55,11 +56,11 @@ def settle_weights(model: nn.Module, layout: Layout) -> None:
             record.to_accumulated_grad_if_needed()  # the first one: it would replace a sum
 
 
-def found_gradients(model: nn.Module, layout: Layout) -> list[bool]:
-    """Whether each trained parameter got a gradient on this rank, before `reduce`."""
+def found_gradients(model: nn.Module, layout: Layout, trained: Sequence[nn.Parameter]) -> list[bool]:
+    """Whether each of the ``trained`` parameters got a gradient on this rank, before `reduce`."""
     if layout.shards:
         return [_arrived(record) for record in sharded_records(model)]
-    return [parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad]
+    return [parameter.grad is not None for parameter in trained]
 
 
 def _arrived(record: Any) -> bool:

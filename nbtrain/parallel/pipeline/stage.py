@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -50,19 +51,26 @@ class Passage:
     incoming: tuple[Value, ...]
     outgoing: tuple[Value, ...]
 
-    @property
+    @cached_property
     def given(self) -> frozenset[Value]:
         return frozenset(value for value in self.outgoing if value.call >= self.first)
 
-    @property
+    @cached_property
     def relayed(self) -> tuple[Value, ...]:
         return tuple(value for value in self.outgoing if value.call < self.first)
 
+    @cached_property
+    def returning(self) -> tuple[Value, ...]:
+        """Those of ``incoming`` for which a gradient is sent back."""
+        return tuple(value for value in self.incoming if self.meta(value).requires_grad)
+
+    @cached_property
+    def awaited(self) -> tuple[Value, ...]:
+        """Those of ``outgoing`` for which a gradient comes back."""
+        return tuple(value for value in self.outgoing if self.meta(value).requires_grad)
+
     def meta(self, value: Value) -> Meta:
         return self.score.meta(value)
-
-    def with_gradient(self, values: Sequence[Value]) -> list[Value]:
-        return [value for value in values if self.meta(value).requires_grad]
 
 
 def passages(score: Score, starts: Sequence[int]) -> list[Passage]:
@@ -179,7 +187,7 @@ class Stage(_PipelineStageBase):
         microbatch, passage = self._microbatches[fwd_chunk_id], self._passage(fwd_chunk_id)
         received = self._boxes.received.pop(fwd_chunk_id, {})
         if self.has_backward:
-            for value in passage.with_gradient(passage.incoming):
+            for value in passage.returning:
                 received[value].requires_grad_()
         draws = self._draws if passage.score.random else None
         # code outside of units writes into some again: what is passed on must stay as it came
@@ -228,7 +236,7 @@ class Stage(_PipelineStageBase):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         passage = self._passage(bwd_chunk_id)
-        self._boxes.gradients[bwd_chunk_id] = self._buffers(passage, passage.with_gradient(passage.outgoing))
+        self._boxes.gradients[bwd_chunk_id] = self._buffers(passage, passage.awaited)
         return self._receives(self._boxes.gradients[bwd_chunk_id].values(), self.stage_index + 1)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -241,7 +249,7 @@ class Stage(_PipelineStageBase):
         graph = self._boxes.graphs.pop(bwd_chunk_id)
         arrived = self._boxes.gradients.pop(bwd_chunk_id, {})
         roots, gradients = self._roots(graph, arrived)
-        inputs = {value: graph.inputs[value] for value in passage.with_gradient(passage.incoming)}
+        inputs = {value: graph.inputs[value] for value in passage.returning}
         kind = EventKind.BACKWARD if full_backward else EventKind.BACKWARD_INPUT
         with microbatch.watched(), _unwrapped(), self._span(kind, bwd_chunk_id):
             if full_backward or microbatch.whole_backward or not roots:
