@@ -30,15 +30,16 @@ _CHANGING = re.compile(r"[\d.,:?%\s/<|░▏▎▍▌▋▊▉█#=>\-]+")
 
 @dataclass(frozen=True)
 class Line:
-    """A line of text, its end included; a bar's last state has ``bar`` set."""
+    """A line of text, its end included; a bar's last state has ``bar`` set, what one rank says for all ``shared``."""
 
     stream: str
     text: str
     bar: bool = False
+    shared: bool = False
 
     @property
     def key(self) -> Hashable:
-        return (self.stream, "bar", _bar_label(self.text)) if self.bar else (self.stream, _same(self.text))
+        return (self.stream, "bar", _bar_label(self.text)) if self.bar else (self.stream, _same(self.text), self.shared)
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,12 @@ class Merger:
         if "\r" in rest:
             state.bars[stream] = _overwritten(rest)
 
+    def shared(self, rank: int, text: str, now: float) -> None:
+        """Feed lines that a rank says for all: nobody is waited for."""
+        self._end_lines(self.ranks[rank], now)
+        for line in text.split("\n"):
+            self.ranks[rank].put(Line("stdout", line + "\n", shared=True), now)
+
     def rich(self, rank: int, rich: Rich, now: float) -> None:
         """Feed a display message. It ends the lines before it, which keeps the rank's order."""
         self._end_lines(self.ranks[rank], now)
@@ -133,7 +140,7 @@ class Merger:
         self._release_partial_lines(now, final)
         while (group := self._next_group(now, final)) is not None:
             token = self._slowest(group)
-            yield Piece(token, tuple(sorted(group)), everyone=len(group) == len(self.ranks))
+            yield Piece(token, tuple(sorted(group)), everyone=_is_shared(token) or len(group) == len(self.ranks))
 
     def bar(self) -> Line | None:
         """The bar that stands now, from the slowest rank that has one."""
@@ -185,6 +192,8 @@ class Merger:
         return min(free or ready, key=lambda group: (self.ranks[group[0]].emitted, group[0]))
 
     def _expired(self, group: list[int], now: float) -> bool:
+        if _is_shared(self.ranks[group[0]].queue[0][1]):
+            return True
         if self._bar_goes_on(self.ranks[group[0]].queue[0][1]):
             return False
         first, token = min((self.ranks[rank].queue[0] for rank in group), key=lambda entry: entry[0])
@@ -207,6 +216,10 @@ class Merger:
         if isinstance(tokens[0], Line) and tokens[0].bar:
             return min(tokens, key=lambda token: _fraction(token.text))  # type: ignore[union-attr]
         return tokens[0]
+
+
+def _is_shared(token: Token) -> bool:
+    return isinstance(token, Line) and token.shared
 
 
 def _same(text: str) -> str:

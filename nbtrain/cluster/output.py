@@ -23,6 +23,7 @@ TAIL_CHARS = 200  # of each
 PUBLISH_S = 0.05  # between two chunks
 BAR_STREAM = "stdout"  # ranks write bars to stderr, which a notebook shows on red; they are no errors
 BAR_S = 0.2  # between two states of a progress bar
+FOR_ALL = {"nbtrain": "for all"}  # metadata of what one rank says for all: `nbtrain.engine.voice`
 
 
 class CellOutput:
@@ -47,6 +48,8 @@ class CellOutput:
                 self.merger.text(rank, content["name"], content["text"], now)
             elif kind == "clear_output":
                 self.merger.rich(rank, Rich(kind, {"wait": content.get("wait", False)}), now)
+            elif content.get("metadata") == FOR_ALL:
+                self.merger.shared(rank, content["data"]["text/plain"], now)
             elif "data" in content:
                 display_id = content.get("transient", {}).get("display_id")
                 self.merger.rich(rank, Rich(kind, _portable(content["data"]), content["metadata"], display_id), now)

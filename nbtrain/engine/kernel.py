@@ -17,7 +17,7 @@ from ipyparallel.serialize import deserialize_object
 from traitlets import Any as AnyTrait
 from traitlets import Type
 
-from nbtrain.engine import debugger, groups, prompts, tracebacks, trail
+from nbtrain.engine import debugger, groups, prompts, tracebacks, trail, voice
 from nbtrain.engine.control import CONTROL
 from nbtrain.engine.shell import RankShell
 from nbtrain.errors import UsageError
@@ -52,6 +52,7 @@ class RankKernel(IPythonParallelKernel):
         self.kept: dict[int, Any] = {}
         prompts.begin()
         debugger.install()
+        cell.tell_voice(voice.say_for_all)
         self.control_handlers["nbtrain_request"] = self.nbtrain_request
         self.shell_handlers["nbtrain_call"] = self.nbtrain_call
 

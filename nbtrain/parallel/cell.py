@@ -5,7 +5,7 @@ Outside a session nothing is told: then all ranks are there, and there is no pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from nbtrain.errors import PlanError, UsageError
@@ -17,6 +17,12 @@ class _Told:
     ranks: tuple[int, ...] | None = None
     plan: Plan | None = None
     said: ClassVar[set[str]] = set()
+    voice: Callable[[str], None] | None = None
+
+
+def tell_voice(speak: Callable[[str], None]) -> None:
+    """What shows a text that one rank says for all that run the cell."""
+    _Told.voice = staticmethod(speak)
 
 
 def tell_ranks(ranks: tuple[int, ...] | None) -> None:
@@ -25,9 +31,9 @@ def tell_ranks(ranks: tuple[int, ...] | None) -> None:
 
 
 def say(text: str) -> None:
-    """Prints what all ranks say alike, the first time: a session shows it once, without one only rank 0 prints."""
-    if text not in _Told.said and (_Told.ranks is not None or rank() == 0):
-        print(text)
+    """Prints what all ranks say alike, the first time. One rank says it for all: others may come to it much later."""
+    if text not in _Told.said and rank() == min(_Told.ranks or (0,)):
+        (_Told.voice if _Told.ranks and _Told.voice else print)(text)
     _Told.said.add(text)
 
 

@@ -141,3 +141,14 @@ def test_nothing_is_lost_and_order_within_a_rank_holds(outputs: list[list[str]],
     collect(final=True)
     assert shown == dict(enumerate(outputs))
     assert merger.empty
+
+
+def test_what_one_rank_says_for_all_waits_for_nobody_and_has_no_label() -> None:
+    merger = Merger(range(3), hold_s=1.0)
+    merger.text(0, "stdout", "before\n", now=0.0)
+    merger.shared(0, "a table\n  of two lines", now=0.0)
+    for rank in (1, 2):
+        merger.text(rank, "stdout", "before\na table\n", now=0.0)
+    merger.text(0, "stdout", "after\n", now=0.0)
+    assert show(merger, now=0.1) == ["before\n", "a table\n", "  of two lines\n"]
+    assert show(merger, now=0.1, final=True) == ["1-2| a table\n", "0| after\n"]

@@ -74,8 +74,10 @@ def require_fit(what: str, problems: Iterable[str], gaps: Iterable[str], strict:
     """
     problems, gaps = list(problems), list(gaps)
     if refused := [*problems, *(gaps if strict else ())]:
-        cure = "" if problems else "; strict=False takes what fits"
-        raise CheckpointError(f"{what}: {'; '.join(refused)}{cure}")
+        cure = [] if problems else ["strict=False takes what fits"]
+        if len(refused) == 1:
+            raise CheckpointError("; ".join([f"{what}: {refused[0]}", *cure]))
+        raise CheckpointError("\n".join([f"{what}:", *(f"  - {one}" for one in refused), *cure]))
     for gap in gaps:
         say(f"{doing}: {gap}; left as it is")
 

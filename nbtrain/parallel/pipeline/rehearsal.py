@@ -19,12 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from nbtrain.errors import ModelError, NbtrainError
+from nbtrain.parallel.pipeline.alike import Ran
 from nbtrain.parallel.pipeline.flow import blank, conducted
 from nbtrain.parallel.pipeline.holding import elsewhere
 from nbtrain.parallel.pipeline.score import Call, Meta, Passed, Score, Value
 from nbtrain.parallel.pipeline.skeleton import Skeleton
 from nbtrain.parallel.pipeline.tracker import Label, Labels, Tracker
-from nbtrain.parallel.pipeline.twins import Ran, Twins
+from nbtrain.parallel.pipeline.twins import Twins
 
 _MISSING = object()
 

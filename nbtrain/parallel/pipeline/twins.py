@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,26 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel.pipeline.alike import Alike, Ran
 from nbtrain.parallel.pipeline.tracker import draws
 
 _SMALL = 0.02
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a twin's forward was.
-
-    Attributes:
-        output: Of tensors without meaning.
-        kept: Tensors that it left as attributes, by the module's name inside of the unit and the attribute's.
-        cost: Floating-point operations.
-        random: Whether it drew random numbers.
-    """
-
-    output: Any
-    kept: dict[tuple[str, str], torch.Tensor]
-    cost: float
-    random: bool
 
 
 class Twins:
@@ -53,7 +36,7 @@ class Twins:
         self, structure: nn.Module, device: torch.device, dtype: torch.dtype | None = None, *, counts: bool = False
     ) -> None:
         self._counts = counts
-        self._meta = structure
+        self._meta, self._alike = structure, Alike(structure)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device, self._dtype = device, dtype
         self._structure = copy.deepcopy(structure)
@@ -67,7 +50,7 @@ class Twins:
                         slots[name] = made.setdefault(id(tensor), self._parameter(tensor))  # type: ignore[assignment]
 
     def run(self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ran:
-        """A forward of one unit.
+        """A forward of one unit, or of one that is like it.
 
         Args:
             unit: Its name.
@@ -78,6 +61,9 @@ class Twins:
         Raises:
             ModelError: It adds to what it was given, or gives numbers that depend on values.
         """
+        return self._alike.run(unit, modes, args, kwargs, lambda: self._run(unit, modes, args, kwargs))
+
+    def _run(self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ran:
         try:
             return self._run_fake(unit, modes, args, kwargs)
         except ModelError:

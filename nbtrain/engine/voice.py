@@ -1,0 +1,19 @@
+"""What one rank says for all that run the cell."""
+
+from __future__ import annotations
+
+import sys
+
+from ipykernel.iostream import OutStream
+from IPython.display import display
+
+FOR_ALL = {"nbtrain": "for all"}
+"""Metadata of a display that the notebook shows as printed by every rank: `nbtrain.cluster.output`."""
+
+
+def say_for_all(text: str) -> None:
+    """Shows a text without a rank's label."""
+    if isinstance(sys.stdout, OutStream):
+        display({"text/plain": text}, raw=True, metadata=FOR_ALL)  # type: ignore[no-untyped-call]
+    else:  # the cell keeps what is printed
+        print(text)
