@@ -14,6 +14,6 @@ FOR_ALL = {"nbtrain": "for all"}
 def say_for_all(text: str) -> None:
     """Shows a text without a rank's label."""
     if isinstance(sys.stdout, OutStream):
-        display({"text/plain": text}, raw=True, metadata=FOR_ALL)  # type: ignore[no-untyped-call]
+        display({"text/plain": text}, raw=True, metadata=FOR_ALL)
     else:  # the cell keeps what is printed
         print(text)
