@@ -197,8 +197,8 @@ class Merger:
         if self._bar_goes_on(self.ranks[group[0]].queue[0][1]):
             return False
         first, token = min((self.ranks[rank].queue[0] for rank in group), key=lambda entry: entry[0])
-        # A figure takes each rank its own time to draw, and two of one are worse than one that comes late.
-        return now - first >= (2 * self.hold_s if isinstance(token, Rich) else self.hold_s)
+        # A figure takes each rank its own time to draw, and two of one are worse than one that comes late; so are bars.
+        return now - first >= (2 * self.hold_s if isinstance(token, Rich) or token.bar else self.hold_s)
 
     def _bar_goes_on(self, token: Token) -> bool:
         """Whether a finished bar still runs on another rank, so that the slowest can be shown for all."""
