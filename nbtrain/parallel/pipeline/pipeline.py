@@ -28,11 +28,12 @@ from nbtrain.parallel.loss import Loss, LossFn, compute_loss, run_model
 from nbtrain.parallel.pipeline import reduction
 from nbtrain.parallel.pipeline.flow import KEPT_SHAPES, Blanks, Flow, as_loss
 from nbtrain.parallel.pipeline.partition import Partition
+from nbtrain.parallel.pipeline.passage import Microbatch, Passage, passages
 from nbtrain.parallel.pipeline.rehearsal import Rehearsal
 from nbtrain.parallel.pipeline.runtime import Runtime
 from nbtrain.parallel.pipeline.score import Score
 from nbtrain.parallel.pipeline.skeleton import Skeleton
-from nbtrain.parallel.pipeline.stage import Microbatch, Passage, Stage, passages
+from nbtrain.parallel.pipeline.stage import Stage
 from nbtrain.parallel.pipeline.ties import Ties
 from nbtrain.parallel.pipeline.twins import Twins
 from nbtrain.parallel.pipeline.usage import StageUsage
