@@ -7,7 +7,7 @@ code again; with "selective" the compiler is told what to keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -45,17 +45,21 @@ def check_backend(compile: bool | str) -> None:
         raise UsageError(f"compile={compile!r} is no backend of torch.compile; {nearest(compile, known)}")
 
 
-def compile_blocks(model: nn.Module, compile: bool | str) -> None:
+def compile_blocks(model: nn.Module, compile: bool | str, whole: Collection[str] | None = None) -> None:
     """Compiles each repeated block of ``model``, or the model where it has none. It happens in the first forward.
 
     Args:
         model: Changed in place, before FSDP shards it.
         compile: True takes "inductor"; a name takes that backend; False does nothing.
+        whole: Names of modules that are not divided between pipeline stages: no other block is compiled, nor the model.
+            None: nothing is divided.
     """
     if not compile:
         return
     backend = "inductor" if compile is True else compile
-    for block in list(repeated_blocks(model).values()) or [model]:
+    blocks = repeated_blocks(model)
+    chosen = list(blocks.values()) or [model]
+    for block in chosen if whole is None else [block for name, block in blocks.items() if name in whole]:
         if not isinstance(block, Compiled):
             _compile(block, backend)
 

@@ -113,9 +113,8 @@ def parallelize(
 
 
 def _refuse_compile(compile: bool | str, plan: Plan) -> None:
-    for axis, what in (("tp", "layers that are cut"), ("pp", "stages, whose backward is taken apart")):
-        if compile and (degree := getattr(plan, axis)) > 1:
-            raise PlanError(f"compile={compile!r}: torch cannot compile {what} ({axis}={degree}); leave it away")
+    if compile and plan.tp > 1:
+        raise PlanError(f"compile={compile!r}: torch cannot compile layers that are cut (tp={plan.tp}); leave it away")
 
 
 def lay_out_again(model: nn.Module, layout: Layout) -> nn.Module:
@@ -232,7 +231,8 @@ def _change_forward(model: nn.Module, layout: Layout) -> None:
     # torch lets a compiler see what "selective" keeps, and runs the code of a whole block again
     if plan.recompute == "selective":
         recompute(model, plan.recompute)
-    compile_blocks(model, layout.compile)
+    whole = None if layout.split is None else set().union(*layout.split.partition.units)
+    compile_blocks(model, layout.compile, whole)
     if plan.recompute != "selective":
         recompute(model, plan.recompute)
     if "activations" in (plan.offload or ()):

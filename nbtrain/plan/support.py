@@ -27,10 +27,6 @@ def require_supported(plan: Plan) -> None:
         if value not in supported:
             choices = " or ".join(f"{name}={choice}" for choice in supported)
             raise NotImplementedError(f"{name}={value!r} comes with a later release; type {choices}")
-    if plan.pp > 1 and plan.tp > 1 and plan.sequence_parallel:
-        raise PlanError(
-            f"sequence_parallel=True cuts what stages of pp={plan.pp} send to each other; type sequence_parallel=False"
-        )
     if "params" in (plan.offload or ()) and not plan.shards_parameters:
         raise PlanError(
             f"offload={'+'.join(plan.offload or ())} keeps parameter shards in host memory, and zero={plan.zero} "

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import nn
 
 import nbtrain as nt
-from nbtrain.errors import PlanError, UsageError
+from nbtrain.errors import ModelError, PlanError, UsageError
 from nbtrain.parallel.compile import Compiled
 
 # of torch.compile's own making: it looks at attributes of tensors whose getters warn
@@ -34,6 +34,20 @@ def test_equals_one_device() -> None:
         # a model's own loss is computed while nbtrain watches its denominators
         half = replace(run, steps=1, loss_scale=2.0**10)
         check("gpt_own_loss", "zero=3,precision=fp16,recompute=2,offload=activations", half, FP16)
+
+    run_ranks(on_rank, 2)
+
+
+def test_blocks_of_stages_are_compiled() -> None:
+    """Also by a schedule that takes the backward apart, which compiled code has one of."""
+
+    def on_rank() -> None:
+        run = Run(steps=2, batch=8, compile="aot_eager")
+        check("gpt", "pp=2,schedule=zbv,num_microbatches=4", run, FP32)
+        net = nt.parallelize(models.GPT(depth=4), nt.Plan(pp=2), compile="aot_eager")
+        assert sum(isinstance(block, Compiled) for block in net.blocks) == 4
+        with pytest.raises(ModelError, match="compiles each repeated block that one stage runs, and Sequential has no"):
+            nt.parallelize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nt.Plan(pp=2), compile="aot_eager")
 
     run_ranks(on_rank, 2)
 

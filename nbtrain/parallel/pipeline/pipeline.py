@@ -182,8 +182,9 @@ class Pipeline:
                 return None
             return finish(compute_loss(root, None if loss_fn is None else as_loss(loss_fn), own), is_empty)
 
-        # what is computed again in backward would be so twice, or not at all where it is selective
-        whole = is_empty or self._layout.plan.recompute != "none"
+        # what is computed again in backward would be so twice, or not at all where it is selective; compiled code has
+        # one backward for both
+        whole = is_empty or self._layout.plan.recompute != "none" or bool(self._layout.compile)
         return Microbatch(found, index, forward, watched, whole_backward=whole)
 
     def _counted_once(self, flow: Flow, *, again: bool) -> Callable[..., Any]:

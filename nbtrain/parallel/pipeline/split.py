@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from nbtrain.errors import ModelError
+from nbtrain.parallel.blocks import repeated_blocks
 from nbtrain.parallel.cell import say
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.mixin import mix, unmix
@@ -28,6 +29,7 @@ from nbtrain.parallel.pipeline.usage import StageUsage
 from nbtrain.parallel.precision import DTYPES
 from nbtrain.parallel.state import structure
 from nbtrain.parallel.tensor.probe import Probe, as_call, probe_inputs, probing
+from nbtrain.parallel.tensor.sequence import divide_trunk, runs_of
 from nbtrain.parallel.tensor.twin import twin_of
 from nbtrain.parallel.usage import ShardUsage, sharded_records
 
@@ -95,6 +97,9 @@ def find_split(model: nn.Module, layout: Layout, probe: Any, device: torch.devic
         units, score = more, _score(model, whole, more, call, device)
     found = partition(model, units, score, schedule.rank_of, list(begins) or "auto")
     _require_statistics_of_one(units, found)
+    if layout.tensor is not None:
+        runs_of(layout.tensor.trunk, found.units)
+    _require_compiled(model, layout, found)
     canonical = _canonical(whole)
     held = [held_names(model, units, found.held_by(rank)) for rank in range(plan.pp)]
     told = described(found, schedule, model, held)
@@ -124,6 +129,16 @@ def _require_statistics_of_one(units: dict[str, nn.Module], found: Partition) ->
             )
 
 
+def _require_compiled(model: nn.Module, layout: Layout, found: Partition) -> None:
+    """Raises `ModelError` where compiled code would have modules of several stages inside, or there would be none."""
+    whole = set().union(*found.units)
+    if layout.compile and not whole & repeated_blocks(model).keys():
+        raise ModelError(
+            f"compile={layout.compile!r} compiles each repeated block that one stage runs, and {type(model).__name__} "
+            f"has none over {found.num_stages} stages; leave compile away"
+        )
+
+
 def _num_called(score: Score) -> int:
     return len({call.unit for call in score.calls})
 
@@ -136,6 +151,8 @@ def hold(model: nn.Module, layout: Layout, split: Split, device: torch.device) -
     """
     assert layout.mesh is not None, "stages are on ranks"
     units = find_units(model, split.num_units, split.begins, split.opened)
+    if layout.tensor is not None:
+        divide_trunk(model, layout.tensor.trunk, split.partition.units)
     keep(model, units, split.partition.held_by(layout.mesh.get_local_rank("pp")), device)
     make_units(units)
     mix(model, Root)

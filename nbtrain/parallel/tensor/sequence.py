@@ -5,14 +5,16 @@ t ranks along tp::
 
     cut | norm | gather  columns .. row  reduce-scatter | dropout, residual, norm | gather .. | ... | join
         T/t             T                                T/t                                         T
+
+With pipeline parallelism the trunk is in runs, one a stage: whole activations cross between stages.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,16 +51,23 @@ class Trunk:
     """What the blocks of a model share.
 
     Attributes:
+        runs: Names of its blocks, of those one behind the other that pass parts on.
         length: Positions of a part, in the forward that runs.
     """
 
     peers: Peers
-    blocks: tuple[str, ...]
+    runs: tuple[tuple[str, ...], ...]
     length: int = 0
+
+    def begins(self, block: str) -> bool:
+        return any(run[0] == block for run in self.runs)
+
+    def ends(self, block: str) -> bool:
+        return any(run[-1] == block for run in self.runs)
 
 
 class TrunkBlock:
-    """A block between whose layers activations are cut: (B, T/t, C), but for the trunk's first input and last output.
+    """A block between whose layers activations are cut: (B, T/t, C), but for a run's first input and last output.
 
     ::
 
@@ -71,13 +80,13 @@ class TrunkBlock:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         trunk, name = self._nbtrain_trunk, self._nbtrain_block
         key = _hidden(args, kwargs, name)
-        if name == trunk.blocks[0]:
+        if trunk.begins(name):
             args, kwargs = _cut_hidden(args, kwargs, key, trunk, name)
         given = args[key] if isinstance(key, int) else kwargs[key]
         _check_length(given, trunk, name)
         with sharded(trunk.peers):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]  # of the model's class
-        return _given_on(output, given, name, trunk.peers if name == trunk.blocks[-1] else None)
+        return _given_on(output, given, name, trunk.peers if trunk.ends(name) else None)
 
 
 def cut_along_sequence(model: nn.Module, plan: TensorPlan, peers: Peers) -> None:
@@ -88,9 +97,37 @@ def cut_along_sequence(model: nn.Module, plan: TensorPlan, peers: Peers) -> None
     for name in plan.layers:
         if is_in(name, plan.trunk):
             _on_parts(modules[name], gathered=is_in(name, gathering))
-    trunk = Trunk(peers, plan.trunk)
+    trunk = Trunk(peers, (plan.trunk,))
     for name in plan.trunk:
         swap_class(modules[name], TrunkBlock, _nbtrain_trunk=trunk, _nbtrain_block=name)
+
+
+def runs_of(trunk: Sequence[str], stages: Sequence[Collection[str]]) -> tuple[tuple[str, ...], ...]:
+    """The blocks of a trunk that are on one pipeline stage, stage by stage.
+
+    Args:
+        trunk: Their names, in order.
+        stages: Names of the units of each, which call each other in one order.
+
+    Raises:
+        ModelError: A block is in several stages, or a part of it is in one.
+    """
+    places = [[stage for stage, units in enumerate(stages) if name in units] for name in trunk]
+    for name, found in zip(trunk, places, strict=True):
+        if len(found) != 1:
+            raise ModelError(
+                f"sequence_parallel=True cuts activations between blocks, and pipeline stages begin inside of '{name}' "
+                "or share it; use fewer stages, begin them at blocks with split=[...], or type sequence_parallel=False"
+            )
+    runs = itertools.groupby(zip(trunk, places, strict=True), key=lambda entry: entry[1])
+    return tuple(tuple(name for name, _ in run) for _, run in runs)
+
+
+def divide_trunk(model: nn.Module, trunk: Sequence[str], stages: Sequence[Collection[str]]) -> None:
+    """Makes the blocks of a trunk that is cut along the sequence `runs_of` stages. Moves nothing."""
+    if trunk:
+        first = cast(TrunkBlock, model.get_submodule(trunk[0]))
+        first._nbtrain_trunk.runs = runs_of(trunk, stages)
 
 
 def check_trunk(model: nn.Module, plan: TensorPlan) -> None:
