@@ -47,9 +47,9 @@ def test_what_moves_along_which_axis(cells: list[Any]) -> None:
     text = shown(cells, "moved.calls.items()")
     moved = {(axis, name): int(count) for axis, name, count in re.findall(r"^(\S+) +(\S+) +(\d+) times", text, re.M)}
     assert moved["dp_shard", "allgather_base"] == moved["dp_shard", "reduce_scatter_base"] == 3  # two blocks, the root
-    assert moved["tp", "allreduce"] == 2 * 4 * 4 + 4 + 1
-    assert moved["pp", "send"] == 4
-    assert numbers(r"send +4 times +(\S+) KiB", text) == [4 * 2 * 32 * 64 * 4 / 2**10]
+    assert moved["tp", "allreduce"] == 2 * 4 * 4 + 4
+    assert (moved["tp", "send"], moved["pp", "send"], moved["all", "send"]) == (1, 4 + 1, 7)
+    assert numbers(r"pp +send +5 times +(\S+) KiB", text) == [4 * 2 * 32 * 64 * 4 / 2**10]
 
 
 def test_the_norm_counts_each_element_once(cells: list[Any]) -> None:
