@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_map_only
 
 from nbtrain.errors import ModelError
@@ -80,10 +81,18 @@ def _is_hooked_view(tensor: torch.Tensor) -> bool:
 def reshard(model: nn.Module) -> None:
     """Drops gathered parameters: after a forward without a backward the root's, with ``zero=2`` all, stay gathered.
 
-    What looks at the parameters then sees plain tensors, which no optimizer may hold.
+    What looks at the parameters then sees plain tensors, which no optimizer may hold. FSDP keeps them, too, where a
+    forward outside of a step raised.
     """
+    if any(group._training_state is not TrainingState.IDLE for module in _sharded(model) for group in _groups(module)):
+        recover(model)
     for module in _sharded(model):
         module.reshard()
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    found: list[Any] = cast(Any, module)._get_fsdp_state()._fsdp_param_groups
+    return found
 
 
 _REACHED_PAST = ("out of bounds for storage of size 0", "got mixed torch.Tensor and DTensor")
@@ -114,7 +123,7 @@ def recover(model: nn.Module) -> None:
     if cast(Any, model)._get_fsdp_state()._is_root is None:
         return  # no forward has begun yet
     for module in _sharded(model):
-        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+        for group in _groups(module):
             for record in group.fsdp_params:
                 record.unsharded_accumulated_grad = None
                 if hasattr(record, "_unsharded_param"):
@@ -126,7 +135,7 @@ def regroup(model: nn.Module) -> None:
     """Groups were formed again: FSDP keeps the group objects of its mesh, and may be in the middle of a step."""
     recover(model)
     for module in _sharded(model):
-        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+        for group in _groups(module):
             for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
                 info.__post_init__()
             vars(group).pop("_all_gather_process_group", None)

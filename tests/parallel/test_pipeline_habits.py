@@ -363,3 +363,30 @@ def test_a_microbatch_in_which_nothing_counts_has_no_gradient() -> None:
         torch.testing.assert_close(trainer.step(x, y), expected.detach())
 
     run_ranks(on_rank, 2)
+
+
+class Transposed(Net):
+    """Activations as a vision transformer's patches come: (B, C, T) seen as (B, T, C)."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)))
+        self.patch = nn.Conv1d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patch(x[:, :, None].expand(-1, -1, 5)).transpose(1, 2)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.outlet(x.mean(1))
+
+
+def test_dropout_draws_alike_whatever_lies_how_in_memory() -> None:
+    def on_rank() -> None:
+        losses = []
+        for plan in ({"schedule": "1f1b"}, {"schedule": "zbv"}, {"split": ["blocks.1"]}):
+            torch.manual_seed(1)
+            trainer = trainer_of(Transposed, pp=2, num_microbatches=4, **plan)
+            torch.manual_seed(2)
+            losses.append([trainer.step(*batch(step)) for step in range(3)])
+        assert losses[0] == losses[1] == losses[2]
+
+    run_ranks(on_rank, 2)

@@ -105,6 +105,19 @@ def test_after_an_exception_training_goes_on_as_if_nothing_happened(spec: str, r
     run_ranks(on_rank, ranks)
 
 
+@pytest.mark.parametrize("spec", ["zero=2", "zero=3", "zero=3,pp=2,dp_shard=2"])
+def test_a_forward_outside_of_a_step_that_raises_costs_nothing(spec: str) -> None:
+    def on_rank() -> None:
+        trainer, undisturbed = trainer_of(spec), trainer_of(spec)
+        share = torch.randint(models.V, (4, models.T), generator=torch.Generator().manual_seed(3))
+        for fail in (lambda: trainer.evaluate([(share, share[:, :2])]), lambda: trainer.model(share.double())):
+            with pytest.raises(Exception, match=r"size|dtype|type|stages"):
+                fail()
+            torch.testing.assert_close(trainer.step(share, share), undisturbed.step(share, share))
+
+    run_ranks(on_rank, 4 if "pp" in spec else 2)
+
+
 class fault:  # reads as a word where it is used
     """Makes the next step of ``trainer`` raise at ``place``."""
 

@@ -78,22 +78,20 @@ class Blanks:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self._made: dict[Meta, torch.Tensor] = {}
 
     def of(self, meta: Meta) -> torch.Tensor:
         """One for each shape: memory of the model's own code, which may write into it."""
-        key = meta.shape, meta.dtype
-        if key not in self._made:
+        if meta not in self._made:
             if len(self._made) >= KEPT_SHAPES:
                 self._made.clear()
-            self._made[key] = blank(meta.shape, meta.dtype, self._device)
-        return self._made[key]
+            self._made[meta] = blank(meta.empty(self._device))
+        return self._made[meta]
 
 
-def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """NaNs, or zeros where ``dtype`` has none."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full(shape, value, dtype=dtype, device=device)
+def blank(room: torch.Tensor) -> torch.Tensor:
+    """``room`` full of NaNs, or of zeros where its dtype has none."""
+    return room.fill_(float("nan") if room.is_floating_point() or room.is_complex() else 0)
 
 
 class Flow:

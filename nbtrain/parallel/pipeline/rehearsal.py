@@ -97,7 +97,8 @@ class Rehearsal:
         grown = self._twins.has_trained(unit) or bool(reads & self._grown) or bool(parameters & self._trained)
         leaves, form = tree_flatten(ran.output)
         given = tree_leaves((args, kwargs))
-        metas = [self._meta(unit, leaf, grown, given) for leaf in (*leaves, *ran.kept.values())]
+        with self._tracker.pausing():
+            metas = [self._meta(unit, leaf, grown, given) for leaf in (*leaves, *ran.kept.values())]
         call = Call(unit, tuple(metas), form, tuple(ran.kept), reads, parameters, ran.cost)
         self._calls.append(call)
         stand_ins = [self._blank(Value(position, index), meta, given) for index, meta in enumerate(metas)]
@@ -106,9 +107,9 @@ class Rehearsal:
 
     def _run_twin(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ran:
         modes = {name: module.training for name, module in self._units[unit].named_modules()}
-        self._tracker.paused = True
         try:
-            return self._twins.run(unit, modes, args, kwargs)
+            with self._tracker.pausing():
+                return self._twins.run(unit, modes, args, kwargs)
         except NbtrainError:
             raise
         except Exception as problem:
@@ -116,8 +117,6 @@ class Rehearsal:
                 f"the shape of what '{unit}' gives could not be found without its weights ({type(problem).__name__}: "
                 f"{problem}); type pp=1, or cut what depends on values out of it"
             ) from problem
-        finally:
-            self._tracker.paused = False
 
     def _leave(self, unit: str, call: Call, stand_ins: list[Any]) -> None:
         """What the unit would leave as attributes."""
@@ -140,7 +139,7 @@ class Rehearsal:
 
     def _meta(self, unit: str, leaf: Any, grown: bool, given: list[Any]) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return Meta(tuple(leaf.shape), leaf.dtype, grown and (leaf.is_floating_point() or leaf.is_complex()))
+            return Meta.of(leaf, requires_grad=grown and (leaf.is_floating_point() or leaf.is_complex()))
         if (index := next((i for i, one in enumerate(given) if one is leaf and _is_object(one)), None)) is not None:
             return Passed(index)
         if _holds_tensors(leaf):
@@ -155,7 +154,7 @@ class Rehearsal:
             return given[meta.index]
         if not isinstance(meta, Meta):
             return meta
-        made = blank(meta.shape, meta.dtype, self._device)
+        made = blank(meta.empty(self._device))
         self._labels.begin(made, value)
         if meta.requires_grad:
             self._grown.add(value)
@@ -214,7 +213,7 @@ def _blank_parameters(model: nn.Module, device: torch.device) -> Iterator[dict[s
                 continue
             taken.append((module, key, parameter))
             if id(parameter) not in blanks:
-                made = blank((), parameter.dtype, device).expand(parameter.shape)
+                made = blank(torch.empty((), dtype=parameter.dtype, device=device)).expand(parameter.shape)
                 blanks[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
                 named[f"{dot}{key}"] = blanks[id(parameter)], parameter.requires_grad
             module._parameters[key] = blanks[id(parameter)]

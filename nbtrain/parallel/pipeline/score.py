@@ -23,12 +23,28 @@ class Meta:
     """What is known of a tensor before it is there.
 
     Attributes:
+        strides: Of all its memory: dropout draws in the order of memory, so that it is a part of what crosses.
         requires_grad: Whether a gradient comes back for it; it may be one of zeros.
     """
 
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor, *, requires_grad: bool) -> Meta:
+        return Meta(tuple(tensor.shape), torch.empty_like(tensor).stride(), tensor.dtype, requires_grad)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Such a tensor, of anything."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, or a copy of it, of this dtype and with these strides. Differentiable."""
+        if tensor.dtype == self.dtype and tensor.stride() == self.strides:
+            return tensor
+        return self.empty(tensor.device).copy_(tensor)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from nbtrain.events import EventKind
 from nbtrain.parallel.pipeline.flow import Blanks, Flow
 from nbtrain.parallel.pipeline.graph import eager
 from nbtrain.parallel.pipeline.passage import Microbatch, Passage
-from nbtrain.parallel.pipeline.score import Value
+from nbtrain.parallel.pipeline.score import Meta, Value
 from nbtrain.parallel.tensor.random import Draws
 from nbtrain.parallel.waits import waited
 from nbtrain.telemetry.timeline import recorder
@@ -154,7 +154,7 @@ class Stage(_PipelineStageBase):
                 f"'{unit}' gives {got}, and the next stage expects shape {meta.shape}: what crosses between stages "
                 "must have shapes that depend on the shapes of the inputs only; type pp=1"
             )
-        return tensor.to(meta.dtype).contiguous()
+        return meta.laid_out(tensor)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._send("activations", fwd_chunk_id, self._boxes.sent.pop(fwd_chunk_id), self.stage_index + 1)
@@ -185,7 +185,7 @@ class Stage(_PipelineStageBase):
                 found, graph.groups = self._backward_of_inputs(roots, gradients, list(inputs.values()))
         relayed = {value: gradient for value, gradient in arrived.items() if value not in graph.outputs}
         self._boxes.returned[bwd_chunk_id] = {
-            value: self._gradient(value, gradient, relayed, inputs[value])
+            value: self._gradient(passage.meta(value), gradient, relayed.get(value))
             for value, gradient in zip(inputs, found, strict=True)
         }
         if not full_backward:
@@ -231,15 +231,11 @@ class Stage(_PipelineStageBase):
         self._settle_weights()
         return found[: len(inputs)], groups
 
-    def _gradient(
-        self, value: Value, found: torch.Tensor | None, arrived: Mapping[Value, torch.Tensor], like: torch.Tensor
-    ) -> torch.Tensor:
+    def _gradient(self, meta: Meta, found: torch.Tensor | None, back: torch.Tensor | None) -> torch.Tensor:
         """Of what was received: what this stage adds and, where it was passed on, what came back."""
-        back = arrived.get(value)
         if found is None:
-            return torch.zeros_like(like) if back is None else back
-        total = found if back is None else found + back
-        return total.to(like.dtype).contiguous()
+            return meta.empty(self.device).zero_() if back is None else back
+        return meta.laid_out(found if back is None else found + back)
 
     def _span(self, kind: EventKind, microbatch: int, name: str = "") -> AbstractContextManager[None]:
         return recorder().span(kind, self.stage_index, microbatch, name)
@@ -247,8 +243,7 @@ class Stage(_PipelineStageBase):
     # messages
 
     def _buffers(self, passage: Passage, values: Sequence[Value]) -> dict[Value, torch.Tensor]:
-        metas = {value: passage.meta(value) for value in values}
-        return {value: torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for value, meta in metas.items()}
+        return {value: passage.meta(value).empty(self.device) for value in values}
 
     def _receives(self, tensors: Iterable[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
@@ -331,11 +326,11 @@ def _detachable(roots: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """gloo sends neither truth values nor complex numbers."""
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bool:
-        return tensor.view(torch.uint8)
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """All of its memory in one dimension: gloo sends neither strides nor truth values nor complex numbers."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    if flat.dtype == torch.bool:
+        return flat.view(torch.uint8)
+    return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
 @contextmanager

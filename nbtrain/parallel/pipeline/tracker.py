@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,7 +63,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows labels through operations of the skeleton.
 
     Attributes:
-        paused: Whether a unit runs.
         random: Whether random numbers were drawn.
         decisive: What Python's own code has read: it decides about all that follows.
         written: Outputs of units into which the skeleton has written.
@@ -71,13 +71,22 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, labels: Labels) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._labels = labels
-        self.paused = self.random = False
+        self._is_paused = self.random = False
         self.decisive: set[Label] = set()
         self.written: set[Value] = set()
 
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """What is done inside is no matter of the skeleton."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self._is_paused:
             return func(*args, **kwargs)
         given = tree_leaves((args, kwargs))
         if any(isinstance(leaf, FakeTensor) for leaf in given):
