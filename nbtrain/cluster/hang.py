@@ -31,6 +31,7 @@ class Wait:
     tensors: str  # "float32 [4]"
     seconds: float
     told: str = ""  # the whole in words
+    by: str = ""  # "messages" has numbers of its own
 
     @property
     def kind(self) -> str:
@@ -162,7 +163,8 @@ def _look(rank: int, dead: Mapping[int, Death], cells: Sequence[Cell], answer: A
 def _wait(entry: Mapping[str, Any]) -> Wait:
     tensors = ", ".join(f"{d} {s}" for d, s in zip(entry["dtypes"], entry["sizes"], strict=False))
     told = entry.get("told", "")
-    return Wait(entry["op"], entry["group"], tuple(entry["ranks"]), entry["seq"], tensors, entry["waits_s"], told)
+    group, ranks, by = entry["group"], tuple(entry["ranks"]), entry.get("by", "")
+    return Wait(entry["op"], group, ranks, entry["seq"], tensors, entry["waits_s"], told, by)
 
 
 def _where(frame: Mapping[str, Any]) -> str:
@@ -215,7 +217,7 @@ def _by_group(looks: Iterable[Look]) -> dict[tuple[str, tuple[int, ...]], _Waits
 
 def _in_progress(ranks: Sequence[int], waits: _Waits) -> bool:
     """Whether every rank of the group is in the same collective: it takes its time, and nobody is missing."""
-    alike = {(wait.kind, wait.seq, wait.tensors if wait.kind in _SAME_SHAPES else "") for _, wait in waits}
+    alike = {(wait.by, wait.kind, wait.seq, wait.tensors if wait.kind in _SAME_SHAPES else "") for _, wait in waits}
     return len(waits) == len(ranks) and len(alike) == 1
 
 
@@ -251,6 +253,10 @@ def _waiting(those: _Waits) -> str:
 def _differences(waits: _Waits) -> list[str]:
     """Mismatches among the ranks that wait: one is ahead, or they are not in the same operation, or shapes differ."""
     by_seq = _grouped((wait.seq, one.rank) for one, wait in waits)
+    if len({wait.by for _, wait in waits}) > 1:
+        shown = _grouped((f"{wait.op}{wait.by and ' by '}{wait.by}", one.rank) for one, wait in waits)
+        parts = "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in shown.items())
+        return [f"They do not agree on the operation: {parts}."]
     if len(by_seq) > 1:
         most = max(by_seq, key=lambda seq: (len(by_seq[seq]), -seq))
         return [_apart(ranks, seq - most) for seq, ranks in by_seq.items() if seq != most]

@@ -160,7 +160,8 @@ def begin(generation: str) -> None:
 
 def state() -> str:
     """What became of the session's groups: "kept", or "lost" to a cut or to a cell that formed others."""
-    kept = _member.whole and guard.intact() and dist.is_initialized() and dist.group.WORLD is _member.default
+    whole = _member.whole and guard.intact() and not live.in_doubt()
+    kept = whole and dist.is_initialized() and dist.group.WORLD is _member.default
     return "kept" if kept else "lost"
 
 

@@ -6,7 +6,6 @@ Outside a session nothing is told: then all ranks are there, and there is no pla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
 from nbtrain.errors import PlanError, UsageError
 from nbtrain.parallel.mesh import rank, world_size
@@ -16,7 +15,6 @@ from nbtrain.plan import Plan
 class _Told:
     ranks: tuple[int, ...] | None = None
     plan: Plan | None = None
-    said: ClassVar[set[str]] = set()
     voice: Callable[[str], None] | None = None
 
 
@@ -31,10 +29,9 @@ def tell_ranks(ranks: tuple[int, ...] | None) -> None:
 
 
 def say(text: str) -> None:
-    """Prints what all ranks say alike, the first time. One rank says it for all: others may come to it much later."""
-    if text not in _Told.said and rank() == min(_Told.ranks or (0,)):
+    """Prints what all ranks say alike. One rank says it for all: others may come to it much later."""
+    if rank() == min(_Told.ranks or (0,)):
         (_Told.voice if _Told.ranks and _Told.voice else print)(text)
-    _Told.said.add(text)
 
 
 def tell_plan(plan: Plan) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +38,8 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 FEW_RANKS = 16
 """Up to here all send to all."""
 
-_begun: Counter[str] = Counter()  # exchanges, by the group's name
+# exchanges of each, in the order that its ranks have in common
+_begun: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _reduced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -99,8 +99,9 @@ def all_reduce(numbers: torch.Tensor, group: dist.ProcessGroup, *, largest: bool
     rows = numbers.new_empty(group.size(), len(numbers))
     rows[group.rank()] = numbers
     messages = [(numbers, to, rows[source], source) for to, source in _pairs(group)]
-    # of another tag than the parts of a step: below zero there are none
-    _exchanged("all_reduce", messages, numbers, group, number % 2**29 + 2**30)()
+    # numbers of another count or kind never meet these: gloo ends the process where sizes differ
+    kind = (2 * len(numbers) + largest) % 2**14
+    _exchanged("all_reduce", messages, numbers, group, 2**30 + kind * 2**15 + number % 2**15)()
     numbers.copy_(rows.amax(0) if largest else rows.sum(0))
 
 
@@ -111,13 +112,12 @@ def _pairs(group: dist.ProcessGroup) -> list[tuple[int, int]]:
 
 
 def _exchanged(op: str, messages: list[Message], flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
-    name = group.group_name
-    _begun[name] += 1
-    number, since = _begun[name], time.time()
+    _begun[group] = number = _begun.get(group, 0) + 1
+    since = time.time()
     works = [work for message in messages for work in _begin(message, group, tag)]
 
     def wait() -> None:
-        with waited(op, name, dist.get_process_group_ranks(group), number, [flat], since):
+        with waited(op, group.group_name, dist.get_process_group_ranks(group), number, [flat], since):
             for work in works:
                 work.wait()
 

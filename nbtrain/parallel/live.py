@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -40,6 +41,7 @@ class Resumable(Protocol):
 class _Counts:
     rebindables = 0
     resumables = 0  # ranks create what must agree in one order, so that twins have one number
+    in_doubt = False
 
 
 _rebindables: weakref.WeakValueDictionary[int, Rebindable] = weakref.WeakValueDictionary()
@@ -61,6 +63,28 @@ def untrack(thing: Rebindable) -> None:
     """Forget what `track` got."""
     for number in [number for number, known in _rebindables.items() if known is thing]:
         del _rebindables[number]
+
+
+def doubt() -> None:
+    """Ranks may have begun different numbers of messages, so that no later one of one rank would meet that of another:
+    groups must be formed again."""
+    _Counts.in_doubt = True
+
+
+def in_doubt() -> bool:
+    """Whether `doubt` was called since groups were formed."""
+    return _Counts.in_doubt
+
+
+@contextmanager
+def together(alone: bool) -> Iterator[None]:
+    """Around what ranks do together, unless this one is ``alone``: an interrupt catches each at another place."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not alone:
+            doubt()
+        raise
 
 
 def track_steps(thing: Resumable, number: int | None = None) -> None:
@@ -87,6 +111,7 @@ def rebind(newcomers: Collection[int] = ()) -> None:
     Args:
         newcomers: Ranks that have just begun, in the place of dead ones: they have nothing to agree on yet.
     """
+    _Counts.in_doubt = False
     reports: list[Any] = [None] * dist.get_world_size()
     standings = {number: thing.standing() for number, thing in resumables().items()}
     dist.all_gather_object(reports, (mesh.standing(), standings, _Counts.resumables))

@@ -138,14 +138,24 @@ def _read(result: Any, num_samples: int, targets: list[Any], seen: Denominators)
     if isinstance(result, tuple) and len(result) == 2:
         value, count = result
         if _is_scalar(value):
-            # a count on a GPU stays there: reading it would wait for the forward
-            return Loss(value, count.detach() if isinstance(count, torch.Tensor) else float(count), is_sum=True)
+            return Loss(value, _count(count), is_sum=True)
     if _is_scalar(result):
         return _mean(result, num_samples, targets, seen)
     raise UsageError(
         f"loss_fn returned {_described(result)}; return a 0-d mean or (sum, count), "
         "e.g. F.cross_entropy(output, target)"
     )
+
+
+def _count(given: Any) -> float | torch.Tensor:
+    if not isinstance(given, torch.Tensor):
+        return float(given)
+    if given.numel() != 1 or given.dtype == torch.bool:
+        raise UsageError(
+            f"loss_fn returned (sum, count) with a count of shape {tuple(given.shape)} and dtype "
+            f"{str(given.dtype).removeprefix('torch.')}; return one number, e.g. mask.sum()"
+        )
+    return given.detach().reshape(())  # one on a GPU stays there: reading it would wait for the forward
 
 
 def _mean(value: torch.Tensor, num_samples: int, targets: list[Any], seen: Denominators) -> Loss:

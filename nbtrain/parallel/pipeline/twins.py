@@ -36,7 +36,7 @@ class Twins:
         self, structure: nn.Module, device: torch.device, dtype: torch.dtype | None = None, *, counts: bool = False
     ) -> None:
         self._counts = counts
-        self._meta, self._alike = structure, Alike(structure)
+        self._meta, self._alike = structure, Alike()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device, self._dtype = device, dtype
         self._structure = copy.deepcopy(structure)
@@ -61,7 +61,8 @@ class Twins:
         Raises:
             ModelError: It adds to what it was given, or gives numbers that depend on values.
         """
-        return self._alike.run(unit, modes, args, kwargs, lambda: self._run(unit, modes, args, kwargs))
+        twin = _in_modes(self._structure.get_submodule(unit), modes)
+        return self._alike.run(twin, args, kwargs, lambda: self._run(unit, modes, args, kwargs))
 
     def _run(self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ran:
         try:
