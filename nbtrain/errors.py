@@ -142,3 +142,9 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"choose from {', '.join(choices)}"
+
+
+def first_line(problem: BaseException) -> str:
+    """An exception's class and the first line of what it says: for errors that it is the cause of."""
+    text = str(problem).strip().partition("\n")[0]
+    return f"{type(problem).__name__}: {text}" if text else type(problem).__name__

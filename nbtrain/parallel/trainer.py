@@ -326,7 +326,14 @@ class Trainer:
         """What all ranks did in the steps since recording began, as measured, and as one device a rank would have done.
 
         The first call begins to record: take some steps and call it again. The latest 65,536 events of each rank are
-        kept. Collective.
+        kept. Collective. As text it is a table, by rank::
+
+            busy ms       the rank's own work in forwards and backwards, in which it had a core
+            wall ms       how long they took: more than busy where ranks share cores
+            waiting ms    for messages of other stages
+            measured      (the step's time - wall) / wall: the bubble as the clock showed it
+            replayed      the bubble if each rank had a device, by the least busy time of each action
+            equal stages  the bubble if stages took equally long: the formula's
 
         Args:
             record: Whether recording goes on. It costs about 3 us an event, and nothing when it is off.

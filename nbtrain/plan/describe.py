@@ -50,7 +50,8 @@ def _placement(plan: Plan, stage: int) -> str:
     # ZeRO-2 runs as FSDP that does not reshard after forward: between steps its parameters are sharded
     shards_from = 2 if stage == 3 else stage
     if plan.zero < shards_from or plan.dp_shard == 1:
-        return f"replicated: {_own_part(plan)} on each rank"
+        replicas = plan.dp_shard != 1 or plan.dp_replicate != 1
+        return f"{'replicated' * replicas or 'not divided further'}: {_own_part(plan)} on each rank"
     sharded = f"sharded over {_degree(plan.dp_shard)} ranks"
     if plan.dp_replicate != 1:
         sharded += f", {_degree(plan.dp_replicate)} replicas"

@@ -157,13 +157,17 @@ def _table(timeline: Timeline) -> str:
     steps = len(measured.steps)
     if not steps:
         dropped = f"; {sum(timeline.num_dropped)} earlier events gave way" if any(timeline.num_dropped) else ""
-        return f"Timeline: no step was recorded as a whole on each of {len(timeline.events)} ranks{dropped}"
+        return f"Timeline of no step yet, {len(timeline.events)} ranks record; take some and ask again{dropped}"
     what = "" if timeline.schedule is None else f" of {timeline.schedule!r}"
     rows = [_row(timeline, rank) for rank in range(len(timeline.events))]
     header = ("rank", "stages", "busy ms", "wall ms", "waiting ms", "measured", "replayed", "equal stages")
     simulations = (timeline.replayed, timeline.equal_stages)
     total = ("all", "", "", "", "", _ratio(measured.bubble), *(_ratio(s.bubble if s else None) for s in simulations))
-    title = f"Timeline{what}, {steps} step{'s' * (steps > 1)}; times a step, bubbles as idle over computing time"
+    took_ms = measured.makespan_s * 1e3 / steps
+    title = (
+        f"Timeline{what}, {steps} step{'s' * (steps > 1)} of {took_ms:.1f} ms from first to last computation; times a "
+        "step, bubbles as idle over computing time"
+    )
     return "\n".join([title, *_aligned([header, *rows, total])])
 
 

@@ -49,6 +49,12 @@ def test_different_operations() -> None:
     assert "They do not agree on the operation: all_reduce on ranks 0-1,3; broadcast on rank 2." in diagnose(looks)
 
 
+def test_messages_have_numbers_of_their_own() -> None:
+    looks = [waits(0), waits(1), waits(2, wait("broadcast", 61)), waits(3, wait(seq=2, by="messages"))]
+    found = "all_reduce on ranks 0-1; broadcast on rank 2; all_reduce by messages on rank 3"
+    assert f"They do not agree on the operation: {found}." in diagnose(looks)
+
+
 def test_different_shapes_and_dtypes() -> None:
     looks = [waits(0), waits(1), waits(2, wait(tensors="float64 [6]")), waits(3)]
     text = "They do not agree on the shape or dtype: float32 [4] on ranks 0-1,3; float64 [6] on rank 2."

@@ -309,7 +309,9 @@ def test_errors_say_what_to_type() -> None:
         refused(PlanError, "it is inside of 'blocks.1'", lambda: trainer_of(made(), split=["blocks.1.linear"]))
         refused(PlanError, "name the 1 that begin", lambda: trainer_of(made(), split=["blocks.1", "blocks.2"]))
         refused(ModelError, "take fewer", lambda: trainer_of(nn.Sequential(nn.Linear(WIDTH, CLASSES))))
-        refused(PlanError, "compile", lambda: nt.Trainer(made(), nt.Plan(pp=2), optimizer=sgd, compile=True))
+        refused(PlanError, "needs no name; name the 1", lambda: trainer_of(made(), split=["inlet"]))
+        wrong = {"optimizer": sgd, "loss_fn": F.mse_loss, "probe": torch.zeros(2, 3)}
+        refused(ModelError, "the probe does not run through Net", lambda: nt.Trainer(made(), nt.Plan(pp=2), **wrong))
         refused(ModelError, "probe=inputs", lambda: trainer_of(nn.Sequential(nn.Bilinear(3, 4, 5), nn.Linear(5, 3))))
         refused(ModelError, "tuples, lists or dicts", lambda: trainer_of(nn.Sequential(Giving(), Giving())))
         trainer = trainer_of(made())

@@ -105,6 +105,32 @@ def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
         nt.Trainer(Two(), nt.Plan(), optimizer=sgd, **options)
 
 
+def test_a_loss_and_its_count_may_lie_in_buffers() -> None:
+    total, count = torch.zeros(()), torch.zeros(())
+
+    def in_place(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = F.mse_loss(output, target, reduction="none")[: target.shape[0] // 2 + 1]
+        total.copy_(loss.detach().sum())
+        return (loss.sum(), count.fill_(loss.numel())) if loss.requires_grad else (total, count.fill_(loss.numel()))
+
+    def plain(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        loss = F.mse_loss(output, target, reduction="none")[: target.shape[0] // 2 + 1]
+        return loss.sum(), loss.numel()
+
+    found = []
+    for loss_fn in (in_place, plain):
+        torch.manual_seed(0)
+        trainer = nt.Trainer(nn.Linear(4, 2), nt.Plan(), optimizer=sgd, loss_fn=loss_fn, accumulate=2)
+        x, y = torch.randn(7, 4), torch.randn(7, 2)
+        steps = [trainer.step(x, y) for _ in range(2)]
+        found.append([*steps, trainer.evaluate([(x[:2], y[:2]), (x, y)])])
+    assert found[0] == found[1]
+    options = {"optimizer": sgd, "loss_fn": lambda output, y: (output.sum(), y > 0)}
+    trainer = nt.Trainer(nn.Linear(4, 2), nt.Plan(), **options)
+    with pytest.raises(UsageError, match=r"a count of shape \(7, 2\) and dtype bool; return one number"):
+        trainer.step(x, y)
+
+
 def test_a_batch_too_small_to_accumulate_is_refused() -> None:
     trainer = nt.Trainer(Two(), nt.Plan(), optimizer=sgd, loss_fn=F.mse_loss, accumulate=8)
     with pytest.raises(BatchError, match="type accumulate=4"):

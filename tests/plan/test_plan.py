@@ -99,8 +99,8 @@ def test_zero_and_what_differs_from_the_defaults_is_shown() -> None:
 
 
 def test_a_pipelines_rank_has_no_whole_copy() -> None:
-    assert "replicated: its stages' layers on each rank" in Plan(pp=2).describe(world_size=2)
-    assert "replicated: its part of its stages' layers" in Plan(pp=2, tp=2).describe(world_size=4)
+    assert "not divided further: its stages' layers on each rank" in Plan(pp=2).describe(world_size=2)
+    assert "replicated: its part of its stages' layers" in Plan(pp=2, tp=2, zero=0).describe(world_size=8)
 
 
 def test_precision_recomputation_and_offload_are_described() -> None:

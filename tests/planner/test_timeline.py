@@ -71,8 +71,8 @@ def test_the_table_of_a_rank_that_waits() -> None:
     rows = events_of(schedule, lambda action: 0.002, lambda action: 0.001)
     rows[1] = (TimelineEvent(EventKind.RECEIVE, 1, 0, 0, 0.0, 0.002, 0.0), *rows[1])
     assert repr(Timeline(tuple(rows), schedule)).splitlines() == [
-        "Timeline of Schedule('gpipe', 2 ranks, 2 stages, 2 microbatches), 1 step; times a step, bubbles as idle over "
-        "computing time",
+        "Timeline of Schedule('gpipe', 2 ranks, 2 stages, 2 microbatches), 1 step of 12.0 ms from first to last "
+        "computation; times a step, bubbles as idle over computing time",
         "rank  stages  busy ms  wall ms  waiting ms  measured  replayed  equal stages",
         "   0       0      4.0      8.0         0.0     0.500     0.500         0.500",
         "   1       1      4.0      8.0         2.0     0.500     0.500         0.500",
@@ -88,7 +88,7 @@ def test_what_cannot_be_replayed_is_shown_as_far_as_it_goes() -> None:
     plain = Timeline((rows[0],))  # no pipeline
     assert (plain.replayed, plain.equal_stages, plain.measured.steps) == (None, None, (0,))
     cut = Timeline((rows[0][:3],), schedule, num_dropped=(5,))
-    assert repr(cut) == "Timeline: no step was recorded as a whole on each of 1 ranks; 5 earlier events gave way"
+    assert repr(cut) == "Timeline of no step yet, 1 ranks record; take some and ask again; 5 earlier events gave way"
 
 
 @pytest.mark.parametrize(("name", "bubble"), [("1f1b", 3 / 8), ("interleaved_zero_bubble", 3 / 48)])

@@ -59,6 +59,17 @@ def steps(trainer, to):
     return [trainer.step(*share(trainer.num_steps)).item() for _ in range(to - trainer.num_steps)]
 """
 SPECS = ["zero=0,pp=2,num_microbatches=4", "zero=3,pp=2,num_microbatches=4,schedule=zbv"]
+CAUGHT = """%%distributed
+from nbtrain.parallel import exchange
+if rank >= 2: raise KeyboardInterrupt
+exchanged = exchange._exchanged
+def caught(*given):
+    exchange._exchanged = exchanged
+    exchanged(*given)
+    raise KeyboardInterrupt
+exchange._exchanged = caught
+steps(trainer, 10**6)
+"""
 SAME = """%%distributed
 wire.clear()
 to = max(trainer.num_steps, undisturbed.num_steps) + 1
@@ -105,6 +116,13 @@ def test_interrupts(nb: Notebook) -> None:
         assert output.seconds < after_s + 3
         assert output.stderr == ""
         same(nb)
+
+
+def test_an_interrupt_that_catches_ranks_before_and_in_a_step(nb: Notebook) -> None:
+    """None of them in a wait: each raises by itself, and what some have begun others have not."""
+    output = nb(CAUGHT)
+    assert plain(output.error).startswith("KeyboardInterrupt on ranks "), output.error
+    same(nb)
 
 
 @pytest.mark.parametrize(("rank", "count"), [(0, 6), (3, 10)])

@@ -54,7 +54,9 @@ MAKERS = {
 GROUP_WORDS = ("group", "process_group", "mesh", "device_mesh", "no_dist", "use_local_synchronization")
 WORLD = ("None", "mesh", "device_mesh", "False")  # and what ends in group.WORLD: not a group of some ranks
 TRAINER = "nbtrain.Trainer"
-TRAINER_METHODS = {"step", "evaluate", "save", "load", "replan", "state_dict"}
+TRAINER_METHODS = {
+    "step", "evaluate", "save", "load", "export_weights", "import_weights", "replan", "timeline", "state_dict",
+}  # fmt: skip
 TRAINER_NAME = re.compile(r"(.*_)?trainer$")
 METHODS = {"full_tensor", "redistribute", "wait_for_everyone", "gather_for_metrics"}  # of whatever object
 

@@ -127,6 +127,11 @@ def find(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
     if not path.is_dir():
+        if path.is_file():
+            raise CheckpointError(
+                f"{path.absolute()} is a file, and a checkpoint is a directory; trainer.import_weights reads the "
+                "weights of one safetensors file"
+            )
         raise CheckpointError(f"there is no directory {path.absolute()}")
     with contextlib.suppress(OSError, ValueError):
         pointed = path / (path / LATEST).read_text().strip()

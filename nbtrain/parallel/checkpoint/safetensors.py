@@ -46,6 +46,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
+_ZIP = b"PK\x03\x04"  # how torch.save's files begin
 _LARGEST_HEADER = 100 * 2**20  # the library's own limit
 
 
@@ -103,7 +104,13 @@ class Reader:
     def __init__(self, path: Path) -> None:
         try:
             with path.open("rb") as file:
-                length = struct.unpack("<Q", file.read(8))[0]
+                beginning = file.read(8)
+                if beginning.startswith(_ZIP):
+                    raise CheckpointError(
+                        f"{path} is a file of torch.save; type trainer.load_state_dict(torch.load({path.name!r})), or "
+                        "write it again with safetensors"
+                    )
+                length = struct.unpack("<Q", beginning)[0]
                 if length > min(_LARGEST_HEADER, os.fstat(file.fileno()).st_size - 8):
                     raise CheckpointError(f"{path} is no safetensors file: its header would have {length} bytes")
                 header = json.loads(file.read(length))

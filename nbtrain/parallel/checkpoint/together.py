@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from nbtrain.parallel import transfer
 from nbtrain.parallel.cell import say
 
 Result = TypeVar("Result")
+_LACKING = re.compile(r"it lacks ('[^']*')")
+_SHOWN = 20
 
 
 def gather(thing: Any) -> list[Any]:
@@ -72,14 +75,27 @@ def require_fit(what: str, problems: Iterable[str], gaps: Iterable[str], strict:
     Raises:
         CheckpointError: All of it.
     """
-    problems, gaps = list(problems), list(gaps)
+    problems, gaps = _joined(problems), _joined(gaps)
     if refused := [*problems, *(gaps if strict else ())]:
         cure = [] if problems else ["strict=False takes what fits"]
         if len(refused) == 1:
             raise CheckpointError("; ".join([f"{what}: {refused[0]}", *cure]))
-        raise CheckpointError("\n".join([f"{what}:", *(f"  - {one}" for one in refused), *cure]))
+        raise CheckpointError(
+            "\n".join([f"{what}, and nothing was changed:", *(f"  - {one}" for one in refused), *cure])
+        )
     for gap in gaps:
         say(f"{doing}: {gap}; left as it is")
+
+
+def _joined(lines: Iterable[str]) -> list[str]:
+    """What is lacking in one line: of another model, most is."""
+    lines = list(lines)
+    lacking = [found[1] for line in lines if (found := _LACKING.fullmatch(line))]
+    if len(lacking) < 2:
+        return lines
+    more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
+    rest = [line for line in lines if not _LACKING.fullmatch(line)]
+    return [*rest, f"it lacks {', '.join(lacking[:_SHOWN])}{more}"]
 
 
 def host() -> str:

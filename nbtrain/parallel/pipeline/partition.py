@@ -180,6 +180,11 @@ def _stated(units: Mapping[str, nn.Module], score: Score, num_stages: int, split
         for name in begins:
             starts.append(score.next(name, starts[-1] + 1))
     except LookupError as problem:
+        if called.index(problem.args[0]) == 0:
+            raise PlanError(
+                f"split={list(split)}: '{problem.args[0]}' begins the first stage, which needs no name; name the "
+                f"{num_stages - 1} modules that begin the others"
+            ) from problem
         raise PlanError(
             f"split={list(split)}: '{problem.args[0]}' is not called behind the stage before; they are called in this "
             f"order: {_listed(called)}"
@@ -192,8 +197,10 @@ def _first_inside(name: str, called: list[str], units: Mapping[str, nn.Module]) 
         if unit == name or unit.startswith(f"{name}."):
             return unit
     inside = next((unit for unit in units if name.startswith(f"{unit}.")), None)
-    hint = f"it is inside of '{inside}', which one stage runs whole" if inside else nearest(name, called)
-    raise PlanError(f"split names {name!r}, which no stage can begin with; {hint}; possible are {_listed(called)}")
+    hint = nearest(name, called)
+    if inside:
+        hint = f"it is inside of '{inside}', which one stage runs whole; possible are {_listed(called)}"
+    raise PlanError(f"split names {name!r}, which no stage can begin with; {hint}")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from nbtrain.errors import ModelError, NbtrainError
+from nbtrain.errors import ModelError, NbtrainError, first_line
 from nbtrain.parallel.pipeline.alike import Ran
 from nbtrain.parallel.pipeline.flow import blank, conducted
 from nbtrain.parallel.pipeline.holding import elsewhere
@@ -114,8 +114,8 @@ class Rehearsal:
             raise
         except Exception as problem:
             raise ModelError(
-                f"the shape of what '{unit}' gives could not be found without its weights ({type(problem).__name__}: "
-                f"{problem}); type pp=1, or cut what depends on values out of it"
+                f"'{unit}' raised {first_line(problem)} when the shapes of what it gives were looked for without its "
+                "weights; if it runs on one device, shapes depend on values in it: cut that out of it, or type pp=1"
             ) from problem
 
     def _leave(self, unit: str, call: Call, stand_ins: list[Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from nbtrain.errors import ModelError
+from nbtrain.errors import ModelError, first_line
 from nbtrain.parallel.blocks import repeated_blocks
 from nbtrain.parallel.cell import say
 from nbtrain.parallel.layout import Layout
@@ -84,7 +84,12 @@ def find_split(model: nn.Module, layout: Layout, probe: Any, device: torch.devic
         )
     opened: tuple[str, ...] = ()
     units = find_units(model, schedule.num_stages, begins)
-    score = _score(model, whole, units, call, device)
+    try:
+        score = _score(model, whole, units, call, device)
+    except Exception:
+        if probe is not None:
+            _require_runs(twin_of(model, device), call)
+        raise
     while closed := uncalled(units, {call.unit for call in score.calls}):
         opened = (*opened, *closed)
         units = find_units(model, schedule.num_stages, begins, opened)
@@ -105,6 +110,18 @@ def find_split(model: nn.Module, layout: Layout, probe: Any, device: torch.devic
     told = described(found, schedule, model, held)
     say(told)
     return Split(found, canonical, holders(canonical, held), told, len(units), begins, opened)
+
+
+def _require_runs(model: nn.Module, call: Probe) -> None:
+    """Raises `ModelError` where ``model`` does not run on a probe by itself."""
+    try:
+        with probing(model), torch.no_grad():
+            model(*call[0], **call[1])
+    except Exception as problem:
+        raise ModelError(
+            f"the probe does not run through {type(model).__name__} ({first_line(problem)}); give what its forward "
+            "takes: nt.Trainer(..., probe=inputs), or a tuple or dict of several"
+        ) from problem
 
 
 def _score(model: nn.Module, whole: nn.Module, units: dict[str, nn.Module], call: Probe, device: torch.device) -> Score:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ from nbtrain.parallel.pipeline.alike import Alike, Ran
 from nbtrain.parallel.pipeline.tracker import draws
 
 _SMALL = 0.02
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Twins:
@@ -77,7 +79,7 @@ class Twins:
         counter, watch = FlopCounterMode(display=False), _Randomness()  # type: ignore[no-untyped-call]
         given = tree_map(self._fake, (args, kwargs))
         counting = counter if self._counts else nullcontext()
-        with _Kept(module) as kept, _untouched(unit, given), self._mode, watch, counting:
+        with _Kept(module) as kept, _untouched(unit, given), _quiet(), self._mode, watch, counting:
             output = module(*given[0], **given[1])
         cost = float(counter.get_total_flops()) if self._counts else 0.0
         return Ran(output, kept.found, cost, watch.seen)
@@ -119,6 +121,16 @@ class Twins:
         dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=self._device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs the traceback of a shape that cannot be; what is raised says enough."""
+    before, _LOGGER.disabled = _LOGGER.disabled, True
+    try:
+        yield
+    finally:
+        _LOGGER.disabled = before
 
 
 def _in_modes(module: nn.Module, modes: dict[str, bool]) -> nn.Module:
