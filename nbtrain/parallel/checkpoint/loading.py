@@ -167,10 +167,10 @@ def _optimizer_gaps(trainer: Trainer, manifest: Manifest) -> list[str]:
     gaps, trained = [], parameter_names(trainer)
     for number, (names, before) in enumerate(zip(groups, saved["groups"], strict=True)):
         if strangers := [name for name in names if manifest.aliases.get(name, name) not in before]:
-            gaps.append(f"its parameter group {number} has no {_some(strangers)}")
+            gaps.append(f"its parameter group {number} has no {_listed(strangers)}")
         here = set(names)
         if left := [name for name in before if name in trained and name not in here]:
-            gaps.append(f"the trainer's parameter group {number} has no {_some(left)}")
+            gaps.append(f"the trainer's parameter group {number} has no {_listed(left)}")
     return gaps
 
 
@@ -295,7 +295,7 @@ def _require_fit(where: Path, manifest: Manifest, answers: list[Any], strict: bo
     known = set().union(*(names for _, _, names in answers))
     unknown = [name for name in (*manifest.tensors, *manifest.extra_states) if name not in known]
     if unknown:
-        gaps[f"the model has no {_some(unknown)}"] = None
+        gaps[f"the model has no {_listed(unknown)}"] = None
     require_fit(f"{where} does not fit the trainer", problems, gaps, strict, f"loading {where.name}")
 
 
@@ -371,6 +371,5 @@ def _take_random(trainer: Trainer, manifest: Manifest, facts: Mapping[str, Any])
     contents.set_random_state(states[rank], trainer._device)
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:20])
-    return f"{shown} and {len(names) - 20} more" if len(names) > 20 else shown
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)

@@ -15,7 +15,6 @@ from nbtrain.parallel.cell import say
 
 Result = TypeVar("Result")
 _LACKING = re.compile(r"it lacks ('[^']*')")
-_SHOWN = 20
 
 
 def gather(thing: Any) -> list[Any]:
@@ -93,9 +92,7 @@ def _joined(lines: Iterable[str]) -> list[str]:
     lacking = [found[1] for line in lines if (found := _LACKING.fullmatch(line))]
     if len(lacking) < 2:
         return lines
-    more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
-    rest = [line for line in lines if not _LACKING.fullmatch(line)]
-    return [*rest, f"it lacks {', '.join(lacking[:_SHOWN])}{more}"]
+    return [*(line for line in lines if not _LACKING.fullmatch(line)), f"it lacks {', '.join(lacking)}"]
 
 
 def host() -> str:

@@ -201,7 +201,7 @@ def _require_fit(
     gaps = dict.fromkeys(text for answer in answers for text in answer[2])
     known = set().union(*(answer[3] for answer in answers))
     if unknown := [name for name in file.entries if name not in known and not problems]:
-        gaps[f"the model has no {', '.join(map(repr, unknown[:20]))}"] = None
+        gaps[f"the model has no {', '.join(map(repr, unknown))}"] = None
     require_fit(f"{path} does not fit the model", problems, gaps, strict, f"importing {path.name}")
 
 
