@@ -7,6 +7,7 @@ The parent imports torch once and never computes with threads: a child of a proc
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import selectors
@@ -67,7 +68,9 @@ def run_ranks(
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = Path(folder) / "store" if group else None
+        gc.freeze()  # a collection in a child would copy all that it looks at
         children = [_fork(function, args, rank, world_size, store, timeout) for rank in range(world_size)]
+        gc.unfreeze()
         results = _collect(children, timeout, mortal)
     failures = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
     if failures:

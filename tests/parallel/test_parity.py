@@ -34,7 +34,7 @@ def test_accumulating_and_clipping_equal_one_device(spec: str, ranks: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("spec", "ranks"), [("zero=0", 1), ("zero=0", 2), ("zero=2", 2), ("zero=3", 4), ("zero=3,dp_replicate=2", 4)]
+    ("spec", "ranks"), [("zero=0", 1), ("zero=0", 2), ("zero=2", 2), ("zero=3", 2), ("zero=3,dp_replicate=2", 4)]
 )
 def test_bf16_stays_near_fp32(spec: str, ranks: int) -> None:
     def on_rank() -> None:

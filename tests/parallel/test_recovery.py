@@ -21,7 +21,7 @@ PLANS = [
     ("zero=1,bucket_mb=0.004", 2),
     ("zero=2", 2),
     ("zero=3", 2),
-    ("zero=3,dp_replicate=2", 4),
+    pytest.param("zero=3,dp_replicate=2", 4, marks=pytest.mark.slow),
     ("zero=3,precision=bf16", 2),
 ]
 

@@ -148,8 +148,15 @@ batches = iter(torch.utils.data.DataLoader(Slow(), num_workers=1))
 next(batches)"""
 
 
-@pytest.mark.parametrize("launcher", ["local", "spawn"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("how", "launcher"),
+    [
+        (signal.SIGKILL, "local"),
+        (signal.SIGTERM, "spawn"),
+        pytest.param(signal.SIGKILL, "spawn", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "local", marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_outlives_a_killed_kernel(how: signal.Signals, launcher: str, scratch: Path) -> None:
     with Notebook() as nb:
         nb(f"%distributed start -n 2 --launcher {launcher}")
