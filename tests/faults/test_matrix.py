@@ -6,6 +6,7 @@ many more.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,16 +17,22 @@ from notebook import Notebook
 from rig import Rig
 from scenarios import FAULTS, LAYOUTS, WHO, Fault
 
-REPEATED = "DDP", "one rank"
+FIRST, ON_ONE = "DDP", "one rank"
 # shards and replicas, as FSDP and DDP have them
 ALIKE = "HSDP"
 
 
-def _layouts() -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name == ALIKE else name for name in LAYOUTS]
+def _cases() -> list[Any]:
+    """Every layout with every fault on one rank; on all but one under the first only, else in `make slow`."""
+    cases = []
+    for layout, fault, who in itertools.product(LAYOUTS, FAULTS, WHO):
+        is_like = layout == ALIKE or (layout != FIRST and who != ON_ONE)
+        marks = [pytest.mark.slow] * is_like
+        cases.append(pytest.param(layout, fault, who, marks=marks, id=f"{layout}-{fault.name}-{who}"))
+    return cases
 
 
-@pytest.fixture(scope="module", params=_layouts())
+@pytest.fixture(scope="module")
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """A session a layout; when it stops, no process and no port of it is left."""
     with Notebook() as nb:
@@ -41,8 +48,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(("rig", "fault", "who"), _cases(), indirect=["rig"])
 def test_a_fault_costs_nothing_but_its_cell(rig: Rig, fault: Fault, who: str, results: matrix.Results) -> None:
-    for _ in range(2 if (rig.layout, who) == REPEATED else 1):
+    for _ in range(2 if (rig.layout, who) == (FIRST, ON_ONE) else 1):
         results.setdefault((rig.layout, fault.name, who), []).append(rig.suffer(fault, who))

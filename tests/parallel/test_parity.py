@@ -9,7 +9,8 @@ from ranks import run_ranks
 # on more ranks they are much alike, and the parity matrix has them
 ON_FOUR = ("zero=0", "zero=2", "zero=3", "zero=2,dp_replicate=2", "zero=0,dp_replicate=2")
 LAYOUTS = [
-    *((spec, ranks) for spec in ("zero=0", "zero=2", "zero=3") for ranks in (1, 2)),
+    *((spec, 2) for spec in ("zero=0", "zero=2", "zero=3")),
+    ("zero=0", 1),
     ("zero=3,dp_replicate=2", 4),
     *(pytest.param(spec, 4, marks=pytest.mark.slow) for spec in ON_FOUR),
 ]

@@ -141,7 +141,7 @@ def test_a_mismatched_collective_is_an_error_on_all_ranks(nb: Notebook) -> None:
     assert_refused(output, "CollectiveError on ranks 0-3", shapes)
 
 
-@pytest.mark.parametrize("who", ["rank == 2", "rank == 0", "rank != 0"])
+@pytest.mark.parametrize("who", [pytest.param("rank == 2", marks=pytest.mark.slow), "rank == 0", "rank != 0"])
 @pytest.mark.parametrize("other", MISMATCHES.values(), ids=MISMATCHES)
 def test_one_rank_or_all_but_one_call_something_else(nb: Notebook, who: str, other: str) -> None:
     code = f"%%distributed\nif {who}: {other}\nelse: dist.all_reduce(torch.ones(4))"

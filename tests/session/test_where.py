@@ -215,7 +215,13 @@ while go.item():
 }
 
 
-@pytest.mark.parametrize("code", CALM.values(), ids=CALM)
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, id=name, marks=[pytest.mark.slow] * (name in ("all ranks compute", "it prints")))
+        for name, code in CALM.items()
+    ],
+)
 def test_a_slow_cell_that_is_right_gets_none(nb: Notebook, code: str) -> None:
     output = nb(f"%%distributed\n{code}")
     assert output.status == "ok", output.error
