@@ -11,6 +11,7 @@ ON_FOUR = ("zero=0", "zero=2", "zero=3", "zero=2,dp_replicate=2", "zero=0,dp_rep
 LAYOUTS = [
     *((spec, 2) for spec in ("zero=0", "zero=2", "zero=3")),
     ("zero=0", 1),
+    *(pytest.param(spec, 1, marks=pytest.mark.slow) for spec in ("zero=2", "zero=3")),
     ("zero=3,dp_replicate=2", 4),
     *(pytest.param(spec, 4, marks=pytest.mark.slow) for spec in ON_FOUR),
 ]
