@@ -7,6 +7,7 @@ from enum import StrEnum
 
 TRAIL_VARIABLE = "NBTRAIN_TRAIL"  # names the file in which a rank leaves the line that it runs
 TRAIL_BYTES = 2048  # of its record there; behind it is what faulthandler wrote
+FOR_ALL = {"nbtrain": "for all"}  # metadata of a display that is a text which one rank says for all
 REGISTRY = "processes"  # a file of the session's folder: a line "pid create_time" of each process that ends with it
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,20 +252,23 @@ def _waiting(those: _Waits) -> str:
 
 def _differences(waits: _Waits) -> list[str]:
     """Mismatches among the ranks that wait: one is ahead, or they are not in the same operation, or shapes differ."""
+    if len({wait.by for _, wait in waits}) > 1:  # their numbers say nothing
+        return _disagreement("operation", waits, lambda wait: f"{wait.op}{wait.by and ' by '}{wait.by}")
     by_seq = _grouped((wait.seq, one.rank) for one, wait in waits)
-    if len({wait.by for _, wait in waits}) > 1:
-        shown = _grouped((f"{wait.op}{wait.by and ' by '}{wait.by}", one.rank) for one, wait in waits)
-        parts = "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in shown.items())
-        return [f"They do not agree on the operation: {parts}."]
     if len(by_seq) > 1:
         most = max(by_seq, key=lambda seq: (len(by_seq[seq]), -seq))
         return [_apart(ranks, seq - most) for seq, ranks in by_seq.items() if seq != most]
-    for what, kind in (("operation", lambda w: w.kind), ("shape or dtype", lambda w: w.tensors)):
-        if len({kind(wait) for _, wait in waits}) > 1 and (what == "operation" or waits[0][1].kind in _SAME_SHAPES):
-            shown = _grouped((wait.op if what == "operation" else wait.tensors, one.rank) for one, wait in waits)
-            parts = "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in shown.items())
-            return [f"They do not agree on the {what}: {parts}."]
+    if len({wait.kind for _, wait in waits}) > 1:
+        return _disagreement("operation", waits, lambda wait: wait.op)
+    if len({wait.tensors for _, wait in waits}) > 1 and waits[0][1].kind in _SAME_SHAPES:
+        return _disagreement("shape or dtype", waits, lambda wait: wait.tensors)
     return []
+
+
+def _disagreement(what: str, waits: _Waits, shown: Callable[[Wait], str]) -> list[str]:
+    texts = _grouped((shown(wait), one.rank) for one, wait in waits)
+    parts = "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in texts.items())
+    return [f"They do not agree on the {what}: {parts}."]
 
 
 def _apart(ranks: Sequence[int], distance: int) -> str:

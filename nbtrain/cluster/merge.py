@@ -192,9 +192,10 @@ class Merger:
         return min(free or ready, key=lambda group: (self.ranks[group[0]].emitted, group[0]))
 
     def _expired(self, group: list[int], now: float) -> bool:
-        if _is_shared(self.ranks[group[0]].queue[0][1]):
+        head = self.ranks[group[0]].queue[0][1]
+        if _is_shared(head):
             return True
-        if self._bar_goes_on(self.ranks[group[0]].queue[0][1]):
+        if self._bar_goes_on(head):
             return False
         first, token = min((self.ranks[rank].queue[0] for rank in group), key=lambda entry: entry[0])
         # A figure takes each rank its own time to draw, and two of one are worse than one that comes late; so are bars.

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from nbtrain.cluster.failures import ranks_text
 from nbtrain.cluster.merge import Line, Merger, Piece, Rich
 from nbtrain.cluster.sinks import Sink
+from nbtrain.events import FOR_ALL
 
 FLOOD_LINES = 5_000  # a cell's lines that the page gets; the rest goes to a file
 FLOOD_CHARS = 5_000_000  # and characters
@@ -23,7 +24,6 @@ TAIL_CHARS = 200  # of each
 PUBLISH_S = 0.05  # between two chunks
 BAR_STREAM = "stdout"  # ranks write bars to stderr, which a notebook shows on red; they are no errors
 BAR_S = 0.2  # between two states of a progress bar
-FOR_ALL = {"nbtrain": "for all"}  # metadata of what one rank says for all: `nbtrain.engine.voice`
 
 
 class CellOutput:

@@ -7,8 +7,7 @@ import sys
 from ipykernel.iostream import OutStream
 from IPython.display import display
 
-FOR_ALL = {"nbtrain": "for all"}
-"""Metadata of a display that the notebook shows as printed by every rank: `nbtrain.cluster.output`."""
+from nbtrain.events import FOR_ALL
 
 
 def say_for_all(text: str) -> None:

@@ -20,7 +20,7 @@ class _Told:
 
 def tell_voice(speak: Callable[[str], None]) -> None:
     """What shows a text that one rank says for all that run the cell."""
-    _Told.voice = staticmethod(speak)
+    _Told.voice = speak
 
 
 def tell_ranks(ranks: tuple[int, ...] | None) -> None:

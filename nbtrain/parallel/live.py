@@ -65,14 +65,9 @@ def untrack(thing: Rebindable) -> None:
         del _rebindables[number]
 
 
-def doubt() -> None:
-    """Ranks may have begun different numbers of messages, so that no later one of one rank would meet that of another:
-    groups must be formed again."""
-    _Counts.in_doubt = True
-
-
 def in_doubt() -> bool:
-    """Whether `doubt` was called since groups were formed."""
+    """Whether ranks may have begun different numbers of messages since groups were formed, so that no later one of one
+    rank would meet that of another: groups must be formed again."""
     return _Counts.in_doubt
 
 
@@ -82,8 +77,7 @@ def together(alone: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if not alone:
-            doubt()
+        _Counts.in_doubt |= not alone
         raise
 
 

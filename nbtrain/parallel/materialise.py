@@ -4,7 +4,7 @@ shards and one whole parameter, of which it then slices its part."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nbtrain.errors import ModelError
 from nbtrain.parallel.blueprint import with_memory
 from nbtrain.parallel.deferred import Deferred
+from nbtrain.parallel.shard import param_groups
 
 Part = Callable[[str, torch.Tensor], torch.Tensor]
 """This rank's part of a whole tensor, by name: what tensor parallelism leaves of it."""
@@ -117,6 +118,6 @@ def _tell_fsdp(model: nn.Module) -> None:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+                for group in param_groups(module):
                     for record in group.fsdp_params:
                         record.reset_sharded_param()

@@ -231,8 +231,7 @@ def _change_forward(model: nn.Module, layout: Layout) -> None:
     # torch lets a compiler see what "selective" keeps, and runs the code of a whole block again
     if plan.recompute == "selective":
         recompute(model, plan.recompute)
-    whole = None if layout.split is None else set().union(*layout.split.partition.units)
-    compile_blocks(model, layout.compile, whole)
+    compile_blocks(model, layout.compile, None if layout.split is None else layout.split.partition.all_units)
     if plan.recompute != "selective":
         recompute(model, plan.recompute)
     if "activations" in (plan.offload or ()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from nbtrain.errors import ModelError
 from nbtrain.parallel import live
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.replicate import Replica
+from nbtrain.parallel.shard import param_groups
 from nbtrain.parallel.update import ShardedUpdate
 
 _GONE = (
@@ -82,7 +83,7 @@ def _heirs(old: nn.Module, new: nn.Module) -> dict[int, Any]:
 
 def _let_go_shards(module: FSDPModule) -> None:
     """FSDP keeps shards, and what they were gathered into, beside the modules."""
-    for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+    for group in param_groups(module):
         for record in group.fsdp_params:
             record._sharded_param_data = record._sharded_param_data.new_empty(0)
             record.all_gather_outputs = []

@@ -84,13 +84,15 @@ def reshard(model: nn.Module) -> None:
     What looks at the parameters then sees plain tensors, which no optimizer may hold. FSDP keeps them, too, where a
     forward outside of a step raised.
     """
-    if any(group._training_state is not TrainingState.IDLE for module in _sharded(model) for group in _groups(module)):
+    modules = list(_sharded(model))
+    if any(group._training_state is not TrainingState.IDLE for module in modules for group in param_groups(module)):
         recover(model)
-    for module in _sharded(model):
+    for module in modules:
         module.reshard()
 
 
-def _groups(module: FSDPModule) -> list[Any]:
+def param_groups(module: nn.Module | FSDPModule) -> list[Any]:
+    """FSDP's own records of what it gathers and scatters together, of a sharded module."""
     found: list[Any] = cast(Any, module)._get_fsdp_state()._fsdp_param_groups
     return found
 
@@ -123,7 +125,7 @@ def recover(model: nn.Module) -> None:
     if cast(Any, model)._get_fsdp_state()._is_root is None:
         return  # no forward has begun yet
     for module in _sharded(model):
-        for group in _groups(module):
+        for group in param_groups(module):
             for record in group.fsdp_params:
                 record.unsharded_accumulated_grad = None
                 if hasattr(record, "_unsharded_param"):
@@ -135,7 +137,7 @@ def regroup(model: nn.Module) -> None:
     """Groups were formed again: FSDP keeps the group objects of its mesh, and may be in the middle of a step."""
     recover(model)
     for module in _sharded(model):
-        for group in _groups(module):
+        for group in param_groups(module):
             for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
                 info.__post_init__()
             vars(group).pop("_all_gather_process_group", None)
@@ -145,8 +147,7 @@ def num_root_parameters(model: nn.Module) -> int:
     """Parameters in no unit, which the root gathers; 0 where FSDP does not shard."""
     if not isinstance(model, FSDPModule):
         return 0
-    groups = cast(Any, model)._get_fsdp_state()._fsdp_param_groups
-    return sum(record.sharded_param.numel() for group in groups for record in group.fsdp_params)
+    return sum(record.sharded_param.numel() for group in param_groups(model) for record in group.fsdp_params)
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from nbtrain.parallel.shard import param_groups
 
 
 class Usage:
@@ -90,5 +92,5 @@ def sharded_records(model: nn.Module) -> Iterator[Any]:
     """FSDP's own record of each trained parameter."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+            for group in param_groups(module):
                 yield from (record for record in group.fsdp_params if record.sharded_param.requires_grad)

@@ -40,7 +40,6 @@ class Alike:
 
     def __init__(self) -> None:
         self._runs: dict[Hashable, Ran] = {}
-        self._known: dict[int, Any] = {}  # what is told apart by its address, which is its own only as long as it lives
 
     def run(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Ran]) -> Ran:
         """What ``run()`` gives, which runs ``unit``, or gave for one that is alike, in the same modes.
@@ -50,37 +49,44 @@ class Alike:
             args: That it gets.
             kwargs: Too.
         """
-        kind, given = self._kind(unit), _shapes((args, kwargs))
+        kind, given = _kind(unit), _shapes((args, kwargs))
         key = kind, given
         if given is not None and (known := self._runs.get(key)) is not None:
             return known
         ran = run()
         # one that has changed may do something else the next time
-        if given is not None and _shapes(ran.output) is not None and self._kind(unit) == kind:
+        if given is not None and _shapes(ran.output) is not None and _kind(unit) == kind:
             if len(self._runs) >= KEPT_RUNS:
                 self._runs.clear()
-                self._known.clear()
             self._runs[key] = ran
         return ran
 
-    def _kind(self, unit: nn.Module) -> Hashable:
-        return tuple((name, type(module), self._attributes(module)) for name, module in unit.named_modules())
 
-    def _attributes(self, module: nn.Module) -> Hashable:
-        """Equal for equal ones; what is neither a tensor nor plain is equal to itself."""
-        found: list[Any] = []
-        for name, value in vars(module).items():
-            if name != "_modules":  # they have attributes of their own
-                leaves, form = tree_flatten(_opened(value))
-                found += [name, str(form), *map(self._comparable, leaves)]
-        return tuple(found)
+@dataclass(frozen=True, eq=False)
+class _Itself:
+    """Equal to another of the same object, which it keeps: an address is its own only as long as it lives."""
 
-    def _comparable(self, leaf: Any) -> Hashable:
-        plain = _shapes(leaf)
-        if plain is None:
-            self._known[id(leaf)] = leaf
-            return id(leaf)
-        return plain
+    held: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def _kind(unit: nn.Module) -> Hashable:
+    return tuple((name, type(module), _attributes(module)) for name, module in unit.named_modules())
+
+
+def _attributes(module: nn.Module) -> Hashable:
+    """Equal for equal ones; what is neither a tensor nor plain is equal to itself."""
+    found: list[Any] = []
+    for name, value in vars(module).items():
+        if name != "_modules":  # they have attributes of their own
+            leaves, form = tree_flatten(_opened(value))
+            found += [name, str(form), *(_shapes(leaf) or _Itself(leaf) for leaf in leaves)]
+    return tuple(found)
 
 
 def _opened(value: Any) -> Any:

@@ -37,6 +37,11 @@ class Partition:
     def num_stages(self) -> int:
         return len(self.begins)
 
+    @property
+    def all_units(self) -> frozenset[str]:
+        """Of all stages: modules that are not divided between some."""
+        return frozenset().union(*self.units)
+
     def stages_of(self, rank: int) -> list[int]:
         """In order."""
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]

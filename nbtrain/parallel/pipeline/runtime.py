@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,11 +16,12 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from nbtrain.events import EventKind
+from nbtrain.parallel.pipeline.quiet import quiet
 from nbtrain.parallel.pipeline.stage import Stage
 from nbtrain.planner.schedule import Schedule, Step
 from nbtrain.telemetry.timeline import recorder
 
-_LOGGER = logging.getLogger("torch.distributed.pipelining.schedules")
+_LOGGER = logging.getLogger("torch.distributed.pipelining.schedules")  # gets the whole schedule when an action raises
 
 
 class Runtime(_PipelineScheduleRuntime):
@@ -51,7 +51,7 @@ class Runtime(_PipelineScheduleRuntime):
     def run(self) -> None:
         """The stages have begun a microbatch for each of the schedule's."""
         count = self.schedule.num_microbatches
-        with _quiet():
+        with quiet(_LOGGER):
             self._step_microbatches([()] * count, [{}] * count, return_outputs=False)
         for stage in self.held:
             stage.finish_sends()
@@ -83,13 +83,3 @@ class _Waited(dict[tuple[int, int], list[dist.Work]]):
 def _as_torchs(step: Step) -> _Action:
     actions = [_Action(action.stage, _ComputationType(action.kind.value), action.microbatch) for action in step]
     return actions[0] if len(actions) == 1 else _Action(-1, OVERLAP_F_B, None, tuple(actions))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs the whole schedule when an action raises; what is raised says enough."""
-    before, _LOGGER.disabled = _LOGGER.disabled, True
-    try:
-        yield
-    finally:
-        _LOGGER.disabled = before

@@ -148,8 +148,7 @@ def _require_statistics_of_one(units: dict[str, nn.Module], found: Partition) ->
 
 def _require_compiled(model: nn.Module, layout: Layout, found: Partition) -> None:
     """Raises `ModelError` where compiled code would have modules of several stages inside, or there would be none."""
-    whole = set().union(*found.units)
-    if layout.compile and not whole & repeated_blocks(model).keys():
+    if layout.compile and not found.all_units & repeated_blocks(model).keys():
         raise ModelError(
             f"compile={layout.compile!r} compiles each repeated block that one stage runs, and {type(model).__name__} "
             f"has none over {found.num_stages} stages; leave compile away"

@@ -18,10 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nbtrain.errors import ModelError
 from nbtrain.parallel.pipeline.alike import Alike, Ran
+from nbtrain.parallel.pipeline.quiet import quiet
 from nbtrain.parallel.pipeline.tracker import draws
 
 _SMALL = 0.02
-_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")  # gets the traceback of a shape that cannot be
 
 
 class Twins:
@@ -64,22 +65,23 @@ class Twins:
             ModelError: It adds to what it was given, or gives numbers that depend on values.
         """
         twin = _in_modes(self._structure.get_submodule(unit), modes)
-        return self._alike.run(twin, args, kwargs, lambda: self._run(unit, modes, args, kwargs))
+        return self._alike.run(twin, args, kwargs, lambda: self._run(unit, twin, modes, args, kwargs))
 
-    def _run(self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ran:
+    def _run(
+        self, unit: str, twin: nn.Module, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Ran:
         try:
-            return self._run_fake(unit, modes, args, kwargs)
+            return self._run_fake(unit, twin, args, kwargs)
         except ModelError:
             raise
         except Exception:  # of shapes that depend on values, and of kernels that know no fake tensors
             return self._run_constant(unit, modes, args, kwargs)
 
-    def _run_fake(self, unit: str, modes: dict[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ran:
-        module = _in_modes(self._structure.get_submodule(unit), modes)
+    def _run_fake(self, unit: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ran:
         counter, watch = FlopCounterMode(display=False), _Randomness()  # type: ignore[no-untyped-call]
         given = tree_map(self._fake, (args, kwargs))
         counting = counter if self._counts else nullcontext()
-        with _Kept(module) as kept, _untouched(unit, given), _quiet(), self._mode, watch, counting:
+        with _Kept(module) as kept, _untouched(unit, given), quiet(_LOGGER), self._mode, watch, counting:
             output = module(*given[0], **given[1])
         cost = float(counter.get_total_flops()) if self._counts else 0.0
         return Ran(output, kept.found, cost, watch.seen)
@@ -121,16 +123,6 @@ class Twins:
         dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=self._device)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs the traceback of a shape that cannot be; what is raised says enough."""
-    before, _LOGGER.disabled = _LOGGER.disabled, True
-    try:
-        yield
-    finally:
-        _LOGGER.disabled = before
 
 
 def _in_modes(module: nn.Module, modes: dict[str, bool]) -> nn.Module:
