@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.parallel.messages import Messages
 from nbtrain.parallel.waits import waited
 
 Message = tuple[torch.Tensor, int, torch.Tensor, int]
@@ -38,8 +39,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 FEW_RANKS = 16
 """Up to here all send to all."""
 
-# exchanges of each, in the order that its ranks have in common
-_begun: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# all-reductions of each, in the order that its ranks have in common
 _reduced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -111,20 +111,14 @@ def _pairs(group: dist.ProcessGroup) -> list[tuple[int, int]]:
     return [((own + distance) % size, (own - distance) % size) for distance in range(1, size)]
 
 
-def _exchanged(op: str, messages: list[Message], flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
-    _begun[group] = number = _begun.get(group, 0) + 1
-    since = time.time()
-    works = [work for message in messages for work in _begin(message, group, tag)]
+def _exchanged(op: str, parts: list[Message], flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
+    messages, since = Messages(group), time.time()
+    for outgoing, to, room, source in parts:
+        messages.keep([dist.isend(outgoing, group=group, tag=tag, group_dst=to)])
+        messages.keep([dist.irecv(room, group=group, tag=tag, group_src=source)])
 
     def wait() -> None:
-        with waited(op, group.group_name, dist.get_process_group_ranks(group), number, [flat], since):
-            for work in works:
-                work.wait()
+        with waited(op, group.group_name, dist.get_process_group_ranks(group), messages.number, [flat], since):
+            messages.wait()
 
     return wait
-
-
-def _begin(message: Message, group: dist.ProcessGroup, tag: int) -> list[Any]:
-    outgoing, to, room, source = message
-    sent = dist.isend(outgoing, group=group, tag=tag, group_dst=to)
-    return [sent, dist.irecv(room, group=group, tag=tag, group_src=source)]

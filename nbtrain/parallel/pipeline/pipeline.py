@@ -26,6 +26,7 @@ from nbtrain.errors import ModelError, UsageError
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.loss import Loss, LossFn, compute_loss, run_model
+from nbtrain.parallel.messages import Messages
 from nbtrain.parallel.pipeline import reduction
 from nbtrain.parallel.pipeline.flow import KEPT_SHAPES, Blanks, Flow, as_loss
 from nbtrain.parallel.pipeline.partition import Partition
@@ -94,7 +95,7 @@ class Pipeline:
 
     def backward(self, chunk: Batch, loss_fn: LossFn | None, divisor: float, tally: Tally, stand_in: StandIn) -> None:
         """Forward and backward of one accumulation chunk; adds to gradients, and on the last stage to ``tally``."""
-        self._count()
+        messages = self._messages()
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
         losses: list[Loss] = []
@@ -102,7 +103,7 @@ class Pipeline:
         microbatches = self._cut(chunk, num_microbatches(self._layout.plan), loss_fn, stand_in, finish, self._begun)
         self._begun += len(microbatches)
         self._is_real |= chunk.num_samples > 0
-        self._run(microbatches, backward=True)
+        self._run(microbatches, messages, backward=True)
         for loss in losses:
             tally.add(loss)
 
@@ -119,10 +120,10 @@ class Pipeline:
 
     def evaluate(self, batch: Batch, loss_fn: LossFn | None, tally: Tally, stand_in: StandIn) -> None:
         """Adds the losses of a batch to ``tally`` on the last stage. No gradients."""
-        self._count()
+        messages = self._messages()
         losses: list[Loss] = []
         finish = functools.partial(_kept, losses)
-        self._run(self._cut(batch, self._layout.plan.pp, loss_fn, stand_in, finish), backward=False)
+        self._run(self._cut(batch, self._layout.plan.pp, loss_fn, stand_in, finish), messages, backward=False)
         for loss in losses:
             tally.add(loss)
 
@@ -136,9 +137,10 @@ class Pipeline:
         vars(self).pop("_group", None)
         self.recover()
 
-    def _count(self) -> None:
+    def _messages(self) -> Messages:
         """First of all: ranks that raise on their way to the schedule have begun it, too."""
         _runs[self._group] = _runs.get(self._group, 0) + 1
+        return Messages(self._group)
 
     @functools.cached_property
     def _kind(self) -> int:
@@ -150,15 +152,16 @@ class Pipeline:
         # messages of another plan never meet these: gloo ends the process where sizes differ
         return _runs[self._group] % 2**22 * 2**7 + self._kind
 
-    def _run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> None:
+    def _run(self, microbatches: Sequence[Microbatch], messages: Messages, *, backward: bool) -> None:
         runtime = self._runtime(backward, len(microbatches))
         for stage in runtime.held:
-            stage.begin(microbatches, self._tag, backward=backward)
+            stage.begin(microbatches, messages, self._tag, backward=backward)
         try:
             runtime.run()
         except BaseException:
             self.recover()
             raise
+        messages.end()
         for stage in runtime.held:
             stage.clear_runtime_states()
 

@@ -73,6 +73,9 @@ class _Waited(dict[tuple[int, int], list[dist.Work]]):
         super().__init__()
         self._what, self._step, self._stages = what, step, stages
 
+    def __setitem__(self, key: tuple[int, int], works: list[dist.Work]) -> None:
+        super().__setitem__(key, self._stages[key[0]].kept(works))
+
     def pop(self, key: tuple[int, int], *default: Any) -> list[dist.Work]:
         stage, microbatch = key
         with recorder().span(EventKind.RECEIVE, stage, microbatch, self._what):

@@ -21,6 +21,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from nbtrain.errors import ModelError
 from nbtrain.events import EventKind
+from nbtrain.parallel.messages import Messages
 from nbtrain.parallel.pipeline.flow import Blanks, Flow
 from nbtrain.parallel.pipeline.graph import eager
 from nbtrain.parallel.pipeline.passage import Microbatch, Passage
@@ -86,10 +87,12 @@ class Stage(_PipelineStageBase):
         self._microbatches: Sequence[Microbatch] = ()
         self._sent: list[tuple[str, int, int, list[dist.Work]]] = []  # what, microbatch, to which stage
         self._num_waits = self._tag = 0
+        self._messages: Messages | None = None
 
-    def begin(self, microbatches: Sequence[Microbatch], tag: int, *, backward: bool) -> None:
-        """Before a run of the schedule; messages of another ``tag`` are never taken for its own."""
-        self._microbatches, self._boxes, self._tag = microbatches, _Boxes(), tag
+    def begin(self, microbatches: Sequence[Microbatch], messages: Messages, tag: int, *, backward: bool) -> None:
+        """Before a run of the schedule, whose ``messages`` carry ``tag``: those of another are never taken for them."""
+        self._microbatches, self._boxes = microbatches, _Boxes()
+        self._messages, self._tag = messages, tag
         self._sent.clear()
         self.chunks = len(microbatches)
         self.has_backward = backward
@@ -262,8 +265,15 @@ class Stage(_PipelineStageBase):
                 for tensor in tensors.values()
                 if tensor.numel()
             ]
-        self._sent.append((what, microbatch, stage, [work for work in works if work is not None]))
+        self._sent.append((what, microbatch, stage, self.kept(works)))
         return []
+
+    def kept(self, works: Iterable[dist.Work | None]) -> list[dist.Work]:
+        """Of this run, until it ends."""
+        assert self._messages is not None, "a run has begun"
+        found = [work for work in works if work is not None]
+        self._messages.keep(found)
+        return found
 
     def finish_sends(self) -> None:
         """Waits until all that was sent is taken."""
@@ -290,7 +300,7 @@ class Stage(_PipelineStageBase):
         """Gradients are reduced behind the schedule."""
 
     def clear_runtime_states(self) -> None:
-        self._microbatches, self._boxes = (), _Boxes()
+        self._microbatches, self._boxes, self._messages = (), _Boxes(), None
         self._sent.clear()
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,102 @@
+"""Exchanges that do not end: what they leave on a connection does not stop those that come behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import nbtrain as nt
+from nbtrain.parallel.exchange import Finish, all_reduce, begin_all_gather, begin_reduce_scatter
+from nbtrain.parallel.messages import num_left
+from nbtrain.parallel.pipeline import runtime, stage
+
+
+class Fault(Exception):
+    pass
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@pytest.mark.parametrize("begin", [begin_reduce_scatter, begin_all_gather])
+def test_what_one_rank_no_longer_waits_for_may_arrive(begin: Callable[..., Finish]) -> None:
+    """It arrives when its receiver has let it go, which nothing but chance decides otherwise."""
+
+    def on_rank() -> tuple[int, int, float]:
+        rank, numbers = dist.get_rank(), torch.ones(4)
+        if rank == 0:
+            begin(torch.zeros(2000), world(), 1)
+        dist.barrier()
+        if rank == 1:
+            begin(torch.zeros(2000), world(), 1)
+        dist.barrier()
+        left = num_left(world())
+        all_reduce(numbers, world())
+        return left, num_left(world()), float(numbers.sum())
+
+    assert run_ranks(on_rank, 2, timeout=20) == [(1, 0, 8.0)] * 2
+
+
+def test_an_exchange_that_ends_lets_go_of_those_before_it_only() -> None:
+    def on_rank() -> tuple[int, int, float]:
+        mine = torch.ones(4)
+        earlier = begin_all_gather(torch.zeros(4), world(), 1)
+        begin_all_gather(torch.zeros(4), world(), 2)
+        earlier()  # began before: a message of the other may still be on its way
+        left = num_left(world())
+        all_reduce(mine, world())
+        return left, num_left(world()), float(mine[0])
+
+    assert run_ranks(on_rank, 2, timeout=20) == [(1, 0, 2.0)] * 2
+
+
+def test_gradients_may_arrive_at_a_stage_whose_schedule_broke() -> None:
+    def on_rank() -> None:
+        def trainer_of() -> nt.Trainer:
+            torch.manual_seed(0)
+            plan = nt.Plan(pp=2, num_microbatches=2)
+            optimizer = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+            return nt.Trainer(models.Noisy(), plan, optimizer=optimizer, loss_fn=models.token_mean)
+
+        ids = torch.randint(models.V, (4, models.T), generator=torch.Generator().manual_seed(0))
+        trainer, undisturbed = trainer_of(), trainer_of()
+        group = trainer._stepper.layout.pipeline._group
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 0:
+                patch.setattr(runtime._Waited, "pop", _raising)
+            else:
+                patch.setattr(stage.Stage, "get_bwd_send_ops", _late(stage.Stage.get_bwd_send_ops))
+            with pytest.raises(Fault):
+                trainer.step(ids, ids)
+        if dist.get_rank() == 0:
+            gc.collect()  # frames of the exception
+            dist.barrier()  # now the other stage sends
+        dist.barrier()
+        assert num_left(group) == 1
+        assert trainer.step(ids, ids) == undisturbed.step(ids, ids)
+        assert num_left(group) == 0
+
+    run_ranks(on_rank, 2, timeout=20)
+
+
+def _raising(*_: Any) -> Any:
+    raise Fault
+
+
+def _late(send: Callable[..., Any]) -> Callable[..., Any]:
+    def late(*args: Any) -> Any:
+        dist.barrier()
+        send(*args)
+        raise Fault
+
+    return late
