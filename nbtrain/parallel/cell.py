@@ -49,8 +49,10 @@ def require_plan(plan: object) -> None:
     if isinstance(plan, Mapping):
         fields = ", ".join(f"{name}={value!r}" for name, value in plan.items())
         raise PlanError(f"{plan!r} is not a plan; type nt.Plan({fields})")
+    if isinstance(plan, str):
+        raise PlanError(f"{plan!r} is not a plan; type nt.Plan.parse({plan!r})")
     if not isinstance(plan, Plan):
-        raise PlanError(f"{plan!r} is not a plan; type nt.Plan.parse({str(plan)!r})")
+        raise PlanError(f"{plan!r} is not a plan; type e.g. nt.Plan(zero=1), or what nt.Plan.parse makes of a text")
 
 
 def require_all_ranks(what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from nbtrain.plan.footprint import bytes_moved, format_bytes, gathered_bytes, model_states
@@ -18,7 +19,7 @@ def describe(plan: Plan, num_parameters: int | None, root_parameters: int = 0) -
     """A few lines of text; bytes when the plan is resolved and ``num_parameters`` is known."""
     lines = [_title(plan), *_states(plan), _traffic(plan)]
     lines += [*_precision(plan), *_recompute(plan), *_offload(plan)]
-    lines += _model_parallel(plan)
+    lines += [*_model_parallel(plan), *_idle(plan)]
     if num_parameters is not None and _is_resolved(plan):
         lines += _amounts(plan, num_parameters, root_parameters)
     elif num_parameters is not None:
@@ -113,6 +114,23 @@ def _offload(plan: Plan) -> list[str]:
     }
     parts = [meanings[part] for part in plan.offload or ()]
     return [f"  offload          to host memory: {'; '.join(parts)}"] if parts else []
+
+
+_OF_ONE_AXIS = {
+    "tp": ("sequence_parallel", "loss_parallel", "tp_plan"),
+    "pp": ("schedule", "num_microbatches", "num_virtual_stages", "split"),
+}
+
+
+def _idle(plan: Plan) -> list[str]:
+    """What was given for an axis that the plan does not have."""
+    idle = []
+    for axis, fields in _OF_ONE_AXIS.items():
+        defaults = {field.name: field.default for field in dataclasses.fields(plan)}
+        given = [f"{name}={getattr(plan, name)!r}" for name in fields if getattr(plan, name) != defaults[name]]
+        if given and getattr(plan, axis) == 1:
+            idle.append(f"  without effect   {', '.join(given)}: {axis} is 1")
+    return idle
 
 
 def _model_parallel(plan: Plan) -> list[str]:

@@ -103,6 +103,8 @@ def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
 
         with pytest.raises(CheckpointError, match=r"there is no directory .*nowhere"):
             subject.load(tmp_path / "nowhere")
+        with pytest.raises(CheckpointError, match=r"there is no directory .*step-7; .*run holds step-00000000 "):
+            subject.load(tmp_path / "run" / "step-7")
         with pytest.raises(CheckpointError, match="is no checkpoint and holds none"):
             subject.load(_empty(tmp_path))
         with pytest.raises(CheckpointError, match="is a checkpoint itself; save to"):
@@ -128,6 +130,15 @@ def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
             subject.load(tmp_path / "later")
         subject.load(path)
         subject.load(tmp_path / "run" / "latest")
+        dist.barrier()
+        if rank == 0:
+            (tmp_path / "run" / "latest").write_text("step-00000007\n")  # of a checkpoint that somebody removed
+        dist.barrier()
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            subject.load(tmp_path / "run")
+        told = f"latest names 'step-00000007', which is not there; taking {path.name}, the newest that is"
+        assert (told in out.getvalue()) == (rank == 0)
         # a neighbour's damage is not this one's; what fails behind the rename does not undo it
         (tmp_path / "mixed" / "latest").mkdir(parents=True, exist_ok=True)
         with pytest.raises(CheckpointError, match=r"latest is a directory, where the name of .*; rename it"):

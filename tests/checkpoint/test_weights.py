@@ -104,6 +104,8 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         for name in (".", "", tmp_path):
             with pytest.raises(CheckpointError, match=r"was not written: it is a folder; give a file in it: '.*model"):
                 subject.export_weights(name)
+        with pytest.raises(CheckpointError, match=r"which torch.load does not read; give model\.safetensors, or type"):
+            subject.export_weights(tmp_path / "model.pt")
         with pytest.raises(CheckpointError, match=r"'a.*b' was not written: ValueError: .*null"):
             subject.export_weights("a\0b")
 

@@ -271,6 +271,7 @@ def test_what_is_refused_changes_nothing() -> None:
         refused: list[tuple[Any, type[NbtrainError], str]] = [
             ("tp=3", PlanError, "tp=3"),
             ({"tp": 2}, PlanError, "nt.Plan"),
+            (None, PlanError, r"None is not a plan; type e\.g\. nt\.Plan\(zero=1\)"),
             ("zero=3,offload=nothing", PlanError, "offload"),
             (nt.Plan(tp=4, tp_plan={"nothing.here": "colwise"}), PlanError, "nothing.here"),
             ("dp_shard=4,zero=3", BatchError, "batch_size=6"),

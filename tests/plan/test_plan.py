@@ -112,6 +112,14 @@ def test_precision_recomputation_and_offload_are_described() -> None:
     assert all(word not in Plan().describe() for word in ("precision", "recompute", "offload"))
 
 
+def test_what_has_no_effect_is_told() -> None:
+    plan = Plan(schedule="zbv", num_microbatches=8, sequence_parallel=True)
+    assert "without effect   schedule='zbv', num_microbatches=8: pp is 1" in plan.describe()
+    assert "without effect   sequence_parallel=True: tp is 1" in plan.describe()
+    assert "without effect" not in Plan(schedule="zbv", pp=2, tp=2, sequence_parallel=True).describe()
+    assert "without effect" not in Plan(zero=1).describe()
+
+
 def test_parameters_that_are_not_sharded_cannot_be_offloaded() -> None:
     Plan(zero=2, offload="params").require_supported()
     with pytest.raises(PlanError, match=r"zero=0 shards no parameters; type zero=3 or zero=2"):

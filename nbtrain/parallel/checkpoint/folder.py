@@ -28,6 +28,7 @@ from typing import NamedTuple
 import psutil
 
 from nbtrain.errors import CheckpointError
+from nbtrain.parallel.cell import say
 from nbtrain.parallel.checkpoint.manifest import NAME as MANIFEST
 from nbtrain.parallel.checkpoint.manifest import Manifest
 from nbtrain.parallel.checkpoint.together import told
@@ -117,7 +118,8 @@ def require_same_model(directory: Path, manifest: Manifest) -> None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that ``path`` is, or the latest that it holds; so too by ``directory/latest``.
+    """The checkpoint that ``path`` is, or the latest that it holds, said where that is not the one that ``latest``
+    names; so too by ``directory/latest``.
 
     Raises:
         CheckpointError: There is none.
@@ -132,12 +134,18 @@ def find(path: Path) -> Path:
                 f"{path.absolute()} is a file, and a checkpoint is a directory; trainer.import_weights reads the "
                 "weights of one safetensors file"
             )
-        raise CheckpointError(f"there is no directory {path.absolute()}")
+        held = ", ".join(entry.name for entry in numbered(path.parent)) if path.parent.is_dir() else ""
+        raise CheckpointError(
+            f"there is no directory {path.absolute()}" + (f"; {path.parent} holds {held}" if held else "")
+        )
+    name = ""
     with contextlib.suppress(OSError, ValueError):
-        pointed = path / (path / LATEST).read_text().strip()
-        if pointed.parent == path and (pointed / MANIFEST).is_file():
+        name = (path / LATEST).read_text().strip()
+        if (pointed := path / name).parent == path and (pointed / MANIFEST).is_file():
             return pointed
     if whole := numbered(path):
+        if name:
+            say(f"{path / LATEST} names {name!r}, which is not there; taking {whole[-1].name}, the newest that is")
         return whole[-1]
     there = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(

@@ -28,7 +28,7 @@ from nbtrain.parallel.checkpoint.disk import Position, matched, spelled
 from nbtrain.parallel.checkpoint.manifest import Manifest
 from nbtrain.parallel.checkpoint.numbers import fits
 from nbtrain.parallel.checkpoint.saving import settle
-from nbtrain.parallel.checkpoint.together import attempt, gather, host, require_all, require_fit
+from nbtrain.parallel.checkpoint.together import Misfit, attempt, gather, host, listed, require_all
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.pieces import (
     Held,
@@ -58,20 +58,18 @@ State = dict[torch.Tensor, dict[str, Any]]
 
 @dataclass
 class Fit:
-    """What one rank takes of a checkpoint, and what does not fit.
+    """What one rank takes of a checkpoint.
 
     Attributes:
         wanted: By any key, the item and where it goes.
         state: The optimizer's, of which the tensors are among them; None where it stays as it is.
-        problems: That forbid to load.
-        gaps: That do with ``strict=True``.
+        misfit: What does not fit.
         names: Of the model's tensors that this rank holds.
     """
 
     wanted: dict[str, tuple[str, Held]] = field(default_factory=dict)
     state: State | None = None
-    problems: list[str] = field(default_factory=list)
-    gaps: list[str] = field(default_factory=list)
+    misfit: Misfit = field(default_factory=Misfit)
     names: set[str] = field(default_factory=set)
 
 
@@ -86,7 +84,7 @@ def load(trainer: Trainer, path: str | os.PathLike[str], *, strict: bool = True)
     where = _found(Path(os.path.abspath(path)))
     opened, problem = attempt(lambda: _opened(where))
     fit, second = attempt(lambda: _fit(trainer, *opened)) if opened is not None else (None, "")
-    answers = gather((problem or second, fit and (fit.problems, fit.gaps, fit.names)))
+    answers = gather((problem or second, fit and (fit.misfit, fit.names)))
     require_all(f"{where} cannot be loaded", [answer[0] for answer in answers])
     assert opened is not None, "nothing failed"
     assert fit is not None, "nothing failed"
@@ -94,7 +92,7 @@ def load(trainer: Trainer, path: str | os.PathLike[str], *, strict: bool = True)
     _require_fit(where, manifest, [answer[1] for answer in answers], strict)
     _read(trainer, where, reader, table, fit)
     _take(trainer, manifest, facts, fit)
-    if manifest.trainer and not any(answer[1][1] for answer in answers):
+    if manifest.trainer and not any(answer[1][0] for answer in answers):
         trainer._disk.trainer_id = manifest.trainer  # goes on with what that one began
     return dict(facts["extra"])
 
@@ -125,7 +123,7 @@ def _fit(
     _fit_model(trainer, manifest, table, fit)
     if not (gaps := _optimizer_gaps(trainer, manifest)):
         _fit_state(trainer, manifest, table, facts, fit)
-    fit.gaps += [*gaps, *_scheduler_gaps(trainer, manifest), *_loader_gaps(trainer, facts["loaders"])]
+    fit.misfit.gaps += [*gaps, *_scheduler_gaps(trainer, manifest), *_loader_gaps(trainer, facts["loaders"])]
     return fit
 
 
@@ -134,24 +132,24 @@ def _fit_model(trainer: Trainer, manifest: Manifest, table: Metadata, fit: Fit) 
         saved = name if name in manifest.tensors else manifest.aliases.get(name, name)
         fit.names |= {name, saved}
         if saved not in manifest.tensors:
-            fit.gaps.append(f"it lacks '{name}'")
+            fit.misfit.lacking.append(name)
             continue
         _want(fit, table, model_item(saved), held, f"'{name}'")
     names = canonical_names(trainer.model, trainer._stepper.layout)
     fit.names |= set(names.values()) | extra_states(trainer.model).keys()
-    fit.gaps += [f"it lacks '{name}'" for name in extra_states(trainer.model) if name not in manifest.extra_states]
+    fit.misfit.lacking += [name for name in extra_states(trainer.model) if name not in manifest.extra_states]
 
 
 def _want(fit: Fit, table: Metadata, item: str, held: Held, told: str) -> None:
     entry: Any = table.state_dict_metadata.get(item)
     if entry is None:
-        fit.problems.append(f"its table lacks {told}")
+        fit.misfit.problems.append(f"its table lacks {told}")
     elif tuple(entry.size) != held.shape:
-        fit.problems.append(f"{told} is {tuple(entry.size)} and must be {held.shape}")
+        fit.misfit.problems.append(f"{told} is {tuple(entry.size)} and must be {held.shape}")
     elif not fits(entry.properties.dtype, held.dtype):
-        fit.problems.append(f"{told} is {entry.properties.dtype} and must be {held.dtype}")
+        fit.misfit.problems.append(f"{told} is {entry.properties.dtype} and must be {held.dtype}")
     elif storage.missing(table, item, held):
-        fit.problems.append(f"its files lack a part of {told}")
+        fit.misfit.problems.append(f"its files lack a part of {told}")
     else:
         fit.wanted[f"{item} as {held.name}"] = item, held
 
@@ -167,10 +165,10 @@ def _optimizer_gaps(trainer: Trainer, manifest: Manifest) -> list[str]:
     gaps, trained = [], parameter_names(trainer)
     for number, (names, before) in enumerate(zip(groups, saved["groups"], strict=True)):
         if strangers := [name for name in names if manifest.aliases.get(name, name) not in before]:
-            gaps.append(f"its parameter group {number} has no {_listed(strangers)}")
+            gaps.append(f"its parameter group {number} has no {listed(strangers)}")
         here = set(names)
         if left := [name for name in before if name in trained and name not in here]:
-            gaps.append(f"the trainer's parameter group {number} has no {_listed(left)}")
+            gaps.append(f"the trainer's parameter group {number} has no {listed(left)}")
     return gaps
 
 
@@ -232,7 +230,7 @@ def _fit_state(trainer: Trainer, manifest: Manifest, table: Metadata, facts: Map
                 try:
                     held = held_state(f"{name}.{key}", value, parameter, places[own])
                 except OptimizerError as problem:
-                    fit.problems.append(f"state '{key}' of '{name}' {problem}")
+                    fit.misfit.problems.append(f"state '{key}' of '{name}' {problem}")
                     continue
                 _want(fit, table, state_item(saved, key), held, f"state '{key}' of '{name}'")
 
@@ -290,13 +288,12 @@ def _room(
 
 def _require_fit(where: Path, manifest: Manifest, answers: list[Any], strict: bool) -> None:
     """Raises on all ranks alike."""
-    problems = dict.fromkeys(text for problems, _, _ in answers for text in problems)
-    gaps = dict.fromkeys(text for _, gaps, _ in answers for text in gaps)
-    known = set().union(*(names for _, _, names in answers))
+    misfit = Misfit.of_all(found for found, _ in answers)
+    known = set().union(*(names for _, names in answers))
     unknown = [name for name in (*manifest.tensors, *manifest.extra_states) if name not in known]
     if unknown:
-        gaps[f"the model has no {_listed(unknown)}"] = None
-    require_fit(f"{where} does not fit the trainer", problems, gaps, strict, f"loading {where.name}")
+        misfit.gaps.append(f"the model has no {listed(unknown)}")
+    misfit.require_none(f"{where} does not fit the trainer", strict, f"loading {where.name}")
 
 
 def _read(trainer: Trainer, where: Path, reader: storage.Reader, table: Metadata, fit: Fit) -> None:
@@ -369,7 +366,3 @@ def _take_random(trainer: Trainer, manifest: Manifest, facts: Mapping[str, Any])
     if len(states) != mesh.world_size() or parts[rank] != part:
         rank = parts.index(part % (max(parts) + 1))
     contents.set_random_state(states[rank], trainer._device)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from nbtrain.parallel import transfer
 from nbtrain.parallel.cell import say
 
 Result = TypeVar("Result")
-_LACKING = re.compile(r"it lacks ('[^']*')")
 
 
 def gather(thing: Any) -> list[Any]:
@@ -61,38 +60,56 @@ def require_all(what: str, problems: list[str]) -> None:
         raise CheckpointError(f"{what}: {'; '.join(parts)}")
 
 
-def require_fit(what: str, problems: Iterable[str], gaps: Iterable[str], strict: bool, doing: str) -> None:
-    """Raises where something is wrong, or, if ``strict``, missing; else says what is left as it is. The same on all.
+@dataclass
+class Misfit:
+    """What of a checkpoint or a file does not fit what a rank has.
 
-    Args:
-        what: Does not fit, in words.
+    Attributes:
         problems: That nothing cures.
-        gaps: That ``strict=False`` leaves.
-        strict: Whether gaps are problems.
-        doing: What is going on, before what is said.
-
-    Raises:
-        CheckpointError: All of it.
+        lacking: Names of what it does not have.
+        gaps: What else ``strict=False`` leaves as it is.
     """
-    problems, gaps = _joined(problems), _joined(gaps)
-    if refused := [*problems, *(gaps if strict else ())]:
-        cure = [] if problems else ["strict=False takes what fits"]
-        if len(refused) == 1:
-            raise CheckpointError("; ".join([f"{what}: {refused[0]}", *cure]))
-        raise CheckpointError(
-            "\n".join([f"{what}, and nothing was changed:", *(f"  - {one}" for one in refused), *cure])
-        )
-    for gap in gaps:
-        say(f"{doing}: {gap}; left as it is")
+
+    problems: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.problems or self.lacking or self.gaps)
+
+    @classmethod
+    def of_all(cls, ranks: Iterable[Misfit]) -> Misfit:
+        """That of all ranks: each thing once."""
+        found = list(ranks)
+        kinds = ("problems", "lacking", "gaps")
+        return cls(*(list(dict.fromkeys(one for rank in found for one in getattr(rank, kind))) for kind in kinds))
+
+    def require_none(self, what: str, strict: bool, doing: str) -> None:
+        """Raises for problems and, if ``strict``, for the rest; else says what is left as it is. The same on all ranks.
+
+        Args:
+            what: Does not fit, in words.
+            strict: Whether all must fit.
+            doing: What is going on, before what is said.
+
+        Raises:
+            CheckpointError: All of it.
+        """
+        left = [f"it lacks {listed(self.lacking)}"] if self.lacking else []
+        left += self.gaps
+        if refused := [*self.problems, *(left if strict else ())]:
+            cure = [] if self.problems else ["strict=False takes what fits"]
+            if len(refused) == 1:
+                raise CheckpointError("; ".join([f"{what}: {refused[0]}", *cure]))
+            raise CheckpointError(
+                "\n".join([f"{what}, and nothing was changed:", *(f"  - {one}" for one in refused), *cure])
+            )
+        for gap in left:
+            say(f"{doing}: {gap}; left as it is")
 
 
-def _joined(lines: Iterable[str]) -> list[str]:
-    """What is lacking in one line: of another model, most is."""
-    lines = list(lines)
-    lacking = [found[1] for line in lines if (found := _LACKING.fullmatch(line))]
-    if len(lacking) < 2:
-        return lines
-    return [*(line for line in lines if not _LACKING.fullmatch(line)), f"it lacks {', '.join(lacking)}"]
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
 
 
 def host() -> str:

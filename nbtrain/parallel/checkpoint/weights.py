@@ -19,12 +19,13 @@ from nbtrain.parallel.cell import require_all_ranks
 from nbtrain.parallel.checkpoint import safetensors, storage
 from nbtrain.parallel.checkpoint.contents import parameter_names
 from nbtrain.parallel.checkpoint.numbers import fits
-from nbtrain.parallel.checkpoint.together import attempt, gather, require_all, require_fit
+from nbtrain.parallel.checkpoint.together import Misfit, attempt, gather, listed, require_all
 from nbtrain.parallel.pieces import Box, Held, aliases, held_parameters
 
 if TYPE_CHECKING:
     from nbtrain.parallel.trainer import Trainer
 
+_TORCHS = (".pt", ".pth", ".bin", ".ckpt")
 _SEVERAL = (
     "of a model in several files make one first: type safetensors.torch.save_file({name: tensor for file in files for "
     "name, tensor in safetensors.torch.load_file(file).items()}, 'whole.safetensors') and import that"
@@ -61,9 +62,9 @@ def import_weights(trainer: Trainer, path: str | os.PathLike[str], *, strict: bo
     stepper.require_whole()
     held = held_parameters(trainer.model, stepper.layout)
     file, problem = attempt(lambda: _opened(Path(path)))
-    found, problems, gaps = ({}, [], []) if file is None else _fit(trainer, held, file)
+    found, misfit = ({}, Misfit()) if file is None else _fit(trainer, held, file)
     names = {*held, *found.values()} | set(aliases(trainer.model, stepper.layout))
-    answers = gather((problem, problems, gaps, names))
+    answers = gather((problem, misfit, names))
     require_all("nothing was imported", [answer[0] for answer in answers])
     assert file is not None, "nothing failed"
     _require_fit(Path(path), file, answers, strict)
@@ -136,6 +137,11 @@ def _place(path: str | os.PathLike[str]) -> Path:
     place = Path(path)
     if not place.name or place.is_dir():
         raise CheckpointError(f"it is a folder; give a file in it: {os.fspath(place / 'model.safetensors')!r}")
+    if place.suffix in _TORCHS:
+        raise CheckpointError(
+            f"what is written is a safetensors file, which torch.load does not read; give {place.stem}.safetensors, "
+            "or type torch.save(trainer.state_dict(), ...) on one rank for a file of torch's"
+        )
     place.parent.mkdir(parents=True, exist_ok=True)
     return place
 
@@ -159,31 +165,29 @@ def _write(
         raise
 
 
-def _fit(
-    trainer: Trainer, held: Mapping[str, Held], file: safetensors.Reader
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """The file's name of each tensor, what forbids to import, and what does with ``strict=True``."""
+def _fit(trainer: Trainer, held: Mapping[str, Held], file: safetensors.Reader) -> tuple[dict[str, str], Misfit]:
+    """The file's name of each tensor, and what does not fit."""
     others: dict[str, list[str]] = {}
     for other, name in aliases(trainer.model, trainer._stepper.layout).items():
         others.setdefault(name, []).append(other)
     theirs = json.loads(file.metadata.get("aliases", "{}"))
-    found, problems, gaps = {}, [], []
+    found, misfit = {}, Misfit()
     for name, one in held.items():
         candidates = [name, *others.get(name, ()), *([theirs[name]] if name in theirs else [])]
         present = list(dict.fromkeys(candidate for candidate in candidates if candidate in file.entries))
         if not present:
-            gaps.append(f"it lacks '{name}'")
+            misfit.lacking.append(name)
             continue
         there, entry = present[0], file.entries[present[0]]
         if differ := [other for other in present[1:] if not _same(file, there, other)]:
-            gaps.append(f"its '{there}' and '{differ[0]}' differ, and the model has one tensor for both")
+            misfit.gaps.append(f"its '{there}' and '{differ[0]}' differ, and the model has one tensor for both")
         elif entry.shape != one.shape:
-            problems.append(f"'{there}' is {entry.shape} and must be {one.shape}")
+            misfit.problems.append(f"'{there}' is {entry.shape} and must be {one.shape}")
         elif not fits(entry.dtype, one.dtype):
-            problems.append(f"'{there}' is {entry.dtype} and must be {one.dtype}")
+            misfit.problems.append(f"'{there}' is {entry.dtype} and must be {one.dtype}")
         else:
             found[name] = there
-    return found, problems, gaps
+    return found, misfit
 
 
 def _same(file: safetensors.Reader, first: str, second: str) -> bool:
@@ -195,14 +199,13 @@ def _same(file: safetensors.Reader, first: str, second: str) -> bool:
 
 
 def _require_fit(
-    path: Path, file: safetensors.Reader, answers: list[tuple[str, list[str], list[str], set[str]]], strict: bool
+    path: Path, file: safetensors.Reader, answers: list[tuple[str, Misfit, set[str]]], strict: bool
 ) -> None:
-    problems = dict.fromkeys(text for answer in answers for text in answer[1])
-    gaps = dict.fromkeys(text for answer in answers for text in answer[2])
-    known = set().union(*(answer[3] for answer in answers))
-    if unknown := [name for name in file.entries if name not in known and not problems]:
-        gaps[f"the model has no {', '.join(map(repr, unknown))}"] = None
-    require_fit(f"{path} does not fit the model", problems, gaps, strict, f"importing {path.name}")
+    misfit = Misfit.of_all(answer[1] for answer in answers)
+    known = set().union(*(answer[2] for answer in answers))
+    if unknown := [name for name in file.entries if name not in known and not misfit.problems]:
+        misfit.gaps.append(f"the model has no {listed(unknown)}")
+    misfit.require_none(f"{path} does not fit the model", strict, f"importing {path.name}")
 
 
 def _copy(held: Mapping[str, Held], found: Mapping[str, str], file: safetensors.Reader) -> None:
