@@ -23,13 +23,16 @@ from nbtrain.telemetry.timeline import recorder
 
 
 def evaluate(
-    model: nn.Module, loss_fn: LossFn | None, batches: Iterable[Any], layout: Layout, device: torch.device
+    model: nn.Module, loss_fn: LossFn | None, batches: Iterable[Any], doing: str, layout: Layout, device: torch.device
 ) -> float:
     """Sum of losses over sum of weights, over batches and ranks. One small reduction at the end.
+
+    ``doing`` says in words what ranks must all be in.
 
     Raises:
         BatchError: Ranks have different numbers of batches, or nothing in them counts.
     """
+    require_same_batch(Batch((), {}, 0), doing, layout, device)  # before what only an evaluation exchanges
     if layout.everyone is not None and isinstance(batches, Sized):
         _require_same_length(len(batches), layout.everyone, device)
     tally = Tally(device)
@@ -37,7 +40,7 @@ def evaluate(
         stand_in = StandIn()
         for item in batches:
             batch = batch_of(item)
-            require_same_batch(batch, layout, device)
+            require_same_batch(batch, doing, layout, device)
             batch = batch.to(device)
             stand_in.remember(batch)
             if layout.pipeline is not None:

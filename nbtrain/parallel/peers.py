@@ -9,21 +9,22 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
-from nbtrain.errors import BatchError, ModelError
+from nbtrain.errors import BatchError, ModelError, UsageError
 from nbtrain.parallel.batch import Batch
 from nbtrain.parallel.exchange import all_reduce
 from nbtrain.parallel.layout import Layout
 
 
-def require_same_batch(batch: Batch, layout: Layout, device: torch.device, problem: str = "") -> None:
-    """Raises `BatchError` on every peer when their batches differ, in shape or in any bit. Collective, 40 bytes an
-    axis; without peers it moves nothing.
+def require_same_batch(batch: Batch, doing: str, layout: Layout, device: torch.device, problem: str = "") -> None:
+    """Raises on every peer when they do not do the same with the same batch, in shape and in any bit. Collective, 56
+    bytes an axis; without peers it moves nothing.
 
     Fed different data, peers would multiply parts of one sample with parts of another; with different shapes gloo
     ends the process. So this comes before forward.
 
     Args:
         batch: This rank's.
+        doing: What this rank does with it, in words.
         layout: Says who the peers are.
         device: What their groups move.
         problem: Why this rank cannot take a step; "" where it can.
@@ -31,24 +32,33 @@ def require_same_batch(batch: Batch, layout: Layout, device: torch.device, probl
     Raises:
         BatchError: Batches differ.
         ModelError: Some peer cannot take the step.
+        UsageError: Peers do different things.
     """
     for axis, peers in (("tensor", layout.peers), ("pipeline", layout.stages)):
         if peers is not None:
-            _require_same(batch, axis, peers, device, problem)
+            _require_same(batch, doing, axis, peers, device, problem)
     if problem:
         raise ModelError(problem)
 
 
-def _require_same(batch: Batch, axis: str, peers: dist.ProcessGroup, device: torch.device, problem: str) -> None:
+def _require_same(
+    batch: Batch, doing: str, axis: str, peers: dist.ProcessGroup, device: torch.device, problem: str
+) -> None:
     shape, content = _digests(batch)
-    span = torch.tensor([shape, -shape, content, -content, bool(problem)], device=device)
+    act = _number(hashlib.blake2b(doing.encode(), digest_size=8))
+    span = torch.tensor([shape, -shape, content, -content, act, -act, bool(problem)], device=device)
     all_reduce(span, peers, largest=True)
-    top_shape, bottom_shape, top, bottom, refused = span.tolist()
+    top_shape, bottom_shape, top, bottom, top_act, bottom_act, refused = span.tolist()
     if refused:
         raise ModelError(problem or "another rank of this model cannot take a step, and says why")
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(peers)))
+    if top_act != -bottom_act:
+        raise UsageError(
+            f"{axis}-parallel ranks {ranks} compute one batch together, and do not all do the same with it: rank "
+            f"{dist.get_rank()} is in {doing}; make every rank come to the same calls in one order"
+        )
     if top_shape == -bottom_shape and top == -bottom:
         return
-    ranks = ", ".join(map(str, dist.get_process_group_ranks(peers)))
     what = "another batch" if top_shape == -bottom_shape else "a batch of another shape"
     raise BatchError(
         f"{axis}-parallel ranks {ranks} compute one batch together, and some got {what}; give them the same: "

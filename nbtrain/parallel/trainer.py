@@ -28,6 +28,7 @@ from nbtrain.parallel.peers import require_same_batch
 from nbtrain.parallel.phase import Phase, Stage
 from nbtrain.parallel.preflight import check_same_options
 from nbtrain.parallel.replan import Change, replan
+from nbtrain.parallel.retire import inner
 from nbtrain.parallel.state import full_state_dict, load_full_state_dict
 from nbtrain.parallel.stepper import Stepper
 from nbtrain.parallel.timeline import collect_timeline
@@ -156,7 +157,8 @@ class Trainer:
         share = Batch.of(batch, named)
         with live.together(alone=self._stepper.layout.everyone is None), recorder().only_of(self):
             self._stepper.require_whole()  # else a rank that lost it would begin a collective alone
-            require_same_batch(share, self._stepper.layout, self._device, self._stepper.changes())
+            layout, problem = self._stepper.layout, self._stepper.changes()
+            require_same_batch(share, f"Trainer.step of {self._model_name}", layout, self._device, problem)
             return self._scalar(self._stepper.step(share.to(self._device), self._accumulate))
 
     def evaluate(self, batches: Iterable[Any]) -> torch.Tensor:
@@ -175,7 +177,10 @@ class Trainer:
         stepper = self._stepper
         with live.together(alone=stepper.layout.everyone is None):
             stepper.require_whole()
-            return self._scalar(evaluate(self.model, stepper.watched_loss, batches, stepper.layout, self._device))
+            doing = f"Trainer.evaluate of {self._model_name}"
+            return self._scalar(
+                evaluate(self.model, stepper.watched_loss, batches, doing, stepper.layout, self._device)
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The whole model under its own names: copies on the CPU, on every rank, tied entries one object.
@@ -358,7 +363,11 @@ class Trainer:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"<Trainer of {type(self.model).__name__}: {self.plan}, {self.num_steps} steps done>"
+        return f"<Trainer of {self._model_name}: {self.plan}, {self.num_steps} steps done>"
+
+    @property
+    def _model_name(self) -> str:
+        return type(inner(self.model)).__name__
 
     def _let_go(self) -> None:
         """What a forward outside a step has gathered is not what a rank holds."""

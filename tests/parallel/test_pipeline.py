@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import nn
 
 import nbtrain as nt
-from nbtrain.errors import BatchError, ModelError, PlanError
+from nbtrain.errors import BatchError, ModelError, PlanError, UsageError
 
 WIDTH, CLASSES = 8, 3
 
@@ -317,6 +317,10 @@ def test_errors_say_what_to_type() -> None:
         trainer = trainer_of(made())
         refused(ModelError, "trainer.step", lambda: trainer.model(x))
         refused(BatchError, "pipeline-parallel ranks 0, 1", lambda: trainer.step(x * rank(), y))
+        first = rank() == 0
+        apart = lambda: trainer.step(x, y) if first else trainer.evaluate([(x, y)])  # noqa: E731
+        where = "step" if first else "evaluate"
+        refused(UsageError, f"do not all do the same with it: rank {rank()} is in Trainer.{where} of Net; make", apart)
         check(trainer, made())  # errors have changed nothing
 
     run_ranks(on_rank, 2)

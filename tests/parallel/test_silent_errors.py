@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import nbtrain as nt
-from nbtrain.errors import BatchError, ModelError
+from nbtrain.errors import BatchError, ModelError, UsageError
 
 Loss = Callable[[nn.Module], torch.Tensor]
 
@@ -191,6 +191,8 @@ def test_15_peers_that_are_fed_different_data() -> None:
         with pytest.raises(BatchError, match="a batch of another shape"):
             trainer.step(*(tensor[: 2 + rank()] for tensor in batch(0)))
         torch.testing.assert_close(trainer.state_dict(), before, rtol=0, atol=0)
+        with pytest.raises(UsageError, match=r"tensor-parallel ranks 0, 1 .* do not all do the same with it"):
+            _ = trainer.step(*batch(0)) if rank() else trainer.evaluate([batch(0)])
         trainer.step(*batch(0))  # nothing is stuck
 
     run_ranks(on_rank, 2)
