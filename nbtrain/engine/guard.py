@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -37,6 +38,7 @@ COLLECTIVES = (
     *("all_gather_object", "gather", "gather_object", "scatter", "scatter_object_list", "broadcast_object_list"),
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
 )
+KEPT_HANDLES = 256
 MESSAGES = ("send", "recv", "isend", "irecv")
 # These files may stand between a cell and the function of torch that it calls.
 _PASSED = {
@@ -60,6 +62,7 @@ class _State:
 
 _state = _State()
 _uneven: dict[str, int] = {}  # how many of a group's numbers were given to what not all of its ranks take part in
+_handles: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # of messages, by group
 _local = threading.local()
 
 
@@ -175,9 +178,20 @@ def _message(name: str, inner: Any, signature: inspect.Signature, args: Any, kwa
     shown = _shown(call, agreement, 0) if call is not None and name in ("send", "recv") else nullcontext()
     with shown:
         result = _counted(group, inner, args, kwargs)
+    if name in ("isend", "irecv") and _is_from_cell():
+        _keep(group, result)
     if agreement is None and isinstance(result, int):  # from anyone: now it is known from whom
         _between(group, result, sends, given.get("tag", 0))
     return result
+
+
+def _keep(group: Any, handle: Any) -> None:
+    """gloo loses a connection on which bytes arrive for a handle that is gone: a cell that drops one would hang others.
+
+    Only waiting tells that a message has come; of those that nobody waits for, the last ones stay.
+    """
+    unfinished = [other for other in _handles.get(group, ()) if not other.is_completed()]
+    _handles[group] = [*unfinished, handle][-KEPT_HANDLES:]
 
 
 def _monitored(name: str, inner: Any, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:

@@ -205,6 +205,18 @@ def test_names_that_were_bound_before_are_guarded(nb: Notebook) -> None:
     assert_refused(output)
 
 
+def test_a_message_whose_handle_a_cell_lets_go_stops_no_later_one(nb: Notebook) -> None:
+    output = nb("""%%distributed --timeout 20 -o heard
+if rank == 0: dist.irecv(torch.zeros(9), 1)
+dist.barrier()
+if rank == 1: dist.isend(torch.ones(9), 0)
+dist.barrier()
+t = torch.ones(4); dist.all_reduce(t)
+float(t[0])""")
+    assert output.status == "ok", plain(output.error)
+    assert nb.value("heard[0]") == 4.0
+
+
 def test_functions_keep_their_signatures(nb: Notebook) -> None:
     output = nb("%%distributed\nimport inspect\nprint(inspect.signature(dist.all_reduce)); print(dist.isend.__name__)")
     assert output.stdout.splitlines()[0].startswith("(tensor, op=")
