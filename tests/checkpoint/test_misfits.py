@@ -103,7 +103,7 @@ def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
 
         with pytest.raises(CheckpointError, match=r"there is no directory .*nowhere"):
             subject.load(tmp_path / "nowhere")
-        with pytest.raises(CheckpointError, match=r"there is no directory .*step-7; .*run holds step-00000000 "):
+        with pytest.raises(CheckpointError, match=r"there is no directory .*step-7; .*run holds step-00000000$"):
             subject.load(tmp_path / "run" / "step-7")
         with pytest.raises(CheckpointError, match="is no checkpoint and holds none"):
             subject.load(_empty(tmp_path))
@@ -154,6 +154,20 @@ def test_damage_and_wrong_places_are_told(tmp_path: Path) -> None:
         third = subject.save(tmp_path / "near", keep=1).path
         assert [entry.name for entry in folder.numbered(tmp_path / "near")] == [third.name]
         subject.load(tmp_path / "near")
+        # a rank that looks before another trainer's save is there takes what rank 0 takes; what only it has not is told
+        train(subject, subject.loader(data(), batch_size=16), 1)
+        subject.save(tmp_path / "near")
+        find = folder.find
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folder, "find", lambda path: third if rank else find(path))
+            subject.load(tmp_path / "near")
+            assert subject.num_steps == 1
+            patch.setattr(folder, "find", lambda path: tmp_path / "gone" if rank else find(path))
+            subject.load(tmp_path / "near")
+            patch.setattr(folder, "find", lambda path: find(path) if rank else tmp_path / "gone")
+            with pytest.raises(CheckpointError, match=r"gone cannot be loaded: .* has no .*gone, which rank 0 has"):
+                subject.load(tmp_path / "near")
+        subject.load(third)
         bias = subject.state_dict()["bias"][:3].numpy().tobytes()
         # damage that shows when everything is read
         if rank == 0:

@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 _PARTLY = "was loaded in part"
 
+Opened = tuple[Manifest, storage.Reader, "Metadata", dict[str, Any]]
+"""Of a checkpoint: manifest, files, their table, and what is no tensor."""
+
 State = dict[torch.Tensor, dict[str, Any]]
 """An optimizer's, by parameter."""
 
@@ -81,31 +84,48 @@ def load(trainer: Trainer, path: str | os.PathLike[str], *, strict: bool = True)
         stepper.require_whole()  # after a rank's death not every rank has the trainer
     settle(trainer)
     stepper._drop()
-    where = _found(Path(os.path.abspath(path)))
-    opened, problem = attempt(lambda: _opened(where))
-    fit, second = attempt(lambda: _fit(trainer, *opened)) if opened is not None else (None, "")
-    answers = gather((problem or second, fit and (fit.misfit, fit.names)))
-    require_all(f"{where} cannot be loaded", [answer[0] for answer in answers])
-    assert opened is not None, "nothing failed"
-    assert fit is not None, "nothing failed"
+    where, opened, fit, answers = _agreed(trainer, Path(os.path.abspath(path)))
     manifest, reader, table, facts = opened
-    _require_fit(where, manifest, [answer[1] for answer in answers], strict)
+    _require_fit(where, manifest, answers, strict)
     _read(trainer, where, reader, table, fit)
     _take(trainer, manifest, facts, fit)
-    if manifest.trainer and not any(answer[1][0] for answer in answers):
+    if manifest.trainer and not any(misfit for misfit, _ in answers):
         trainer._disk.trainer_id = manifest.trainer  # goes on with what that one began
     return dict(facts["extra"])
 
 
-def _found(path: Path) -> Path:
-    """The same checkpoint on every rank. Collective."""
-    found, problem = attempt(lambda: folder.find(path)) if mesh.rank() == 0 else (None, "")
-    answers = gather((None if found is None else os.path.relpath(found, path), problem))
-    require_all("nothing was loaded", [answer[1] for answer in answers])
-    return Path(os.path.normpath(path / answers[0][0]))
+def _agreed(trainer: Trainer, path: Path) -> tuple[Path, Opened, Fit, list[tuple[Misfit, set[str]]]]:
+    """The same checkpoint on every rank, what this one takes of it, and what fits each. Collective.
+
+    Rank 0 says which; the others look at the one that they find meanwhile: another only while somebody saves.
+    """
+    where, problem = attempt(lambda: folder.find(path))
+    while True:
+        opened, fit, found = (None, None, problem) if where is None else _looked_at(trainer, where)
+        place = None if where is None else os.path.relpath(where, path)
+        answers = gather((place, found, fit and (fit.misfit, fit.names)))
+        places = [answer[0] for answer in answers]
+        if places[0] is None:
+            raise CheckpointError(f"nothing was loaded: {answers[0][1]}")
+        where = Path(os.path.normpath(path / places[0]))
+        if len(set(places)) == 1:
+            break
+    require_all(f"{where} cannot be loaded", [answer[1] for answer in answers])
+    assert opened is not None, "nothing failed"
+    assert fit is not None, "nothing failed"
+    return where, opened, fit, [answer[2] for answer in answers]
 
 
-def _opened(where: Path) -> tuple[Manifest, storage.Reader, Metadata, dict[str, Any]]:
+def _looked_at(trainer: Trainer, where: Path) -> tuple[Opened | None, Fit | None, str]:
+    """A checkpoint and what this rank takes of it, or why not."""
+    opened, problem = attempt(lambda: _opened(where))
+    if opened is None:
+        return None, None, problem
+    fit, problem = attempt(lambda: _fit(trainer, *opened))
+    return opened, fit, problem
+
+
+def _opened(where: Path) -> Opened:
     if not where.is_dir():
         raise CheckpointError(f"{host()} has no {where}, which rank 0 has; give a directory that all ranks share")
     manifest = Manifest.read(where)
@@ -286,7 +306,7 @@ def _room(
     return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
 
-def _require_fit(where: Path, manifest: Manifest, answers: list[Any], strict: bool) -> None:
+def _require_fit(where: Path, manifest: Manifest, answers: list[tuple[Misfit, set[str]]], strict: bool) -> None:
     """Raises on all ranks alike."""
     misfit = Misfit.of_all(found for found, _ in answers)
     known = set().union(*(names for _, names in answers))
