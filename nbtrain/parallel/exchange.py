@@ -119,6 +119,6 @@ def _exchanged(op: str, parts: list[Message], flat: torch.Tensor, group: dist.Pr
 
     def wait() -> None:
         with waited(op, group.group_name, dist.get_process_group_ranks(group), messages.number, [flat], since):
-            messages.wait()
+            messages.finish()
 
     return wait

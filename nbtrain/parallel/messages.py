@@ -32,16 +32,21 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup) -> None:
         _begun[group] = self.number = _begun.get(group, 0) + 1
         self._group = weakref.ref(group)
-        self._handles: list[Any] = []
+        self._handles: dict[int, Any] = {}
 
     def keep(self, handles: Iterable[Any]) -> None:
         """``handles``: what isend and irecv gave."""
-        self._handles += handles
+        self._handles |= {id(handle): handle for handle in handles}
 
-    def wait(self) -> None:
-        """For all, which ends the exchange."""
-        for handle in self._handles:
+    def wait(self, handles: Iterable[Any]) -> None:
+        """For some of them, which are then let go with their buffers."""
+        for handle in handles:
             handle.wait()
+            self._handles.pop(id(handle), None)
+
+    def finish(self) -> None:
+        """Waits for all, and ends the exchange."""
+        self.wait(list(self._handles.values()))
         self.end()
 
     def end(self) -> None:
@@ -53,7 +58,7 @@ class Messages:
 
     def __del__(self) -> None:
         if self._handles and (group := self._group()) is not None:
-            _left.setdefault(group, []).append((_begun[group], self._handles))
+            _left.setdefault(group, []).append((_begun[group], list(self._handles.values())))
 
 
 def num_left(group: dist.ProcessGroup) -> int:

@@ -89,6 +89,43 @@ def test_gradients_may_arrive_at_a_stage_whose_schedule_broke() -> None:
     run_ranks(on_rank, 2, timeout=20)
 
 
+@pytest.mark.parametrize(("schedule", "num_ranks", "most"), [("1f1b", 2, 2), ("1f1b", 4, 4), ("zbv", 2, 4)])
+def test_what_was_sent_is_kept_until_it_is_taken(schedule: str, num_ranks: int, most: int) -> None:
+    """And not to the end of the schedule: its promise is a memory that does not grow with the microbatches."""
+
+    def on_rank() -> tuple[int, int]:
+        torch.manual_seed(0)
+        count = 16
+        plan = nt.Plan(pp=num_ranks, num_microbatches=count, schedule=schedule)
+        make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+        trainer = nt.Trainer(models.Noisy(depth=4), plan, optimizer=make, loss_fn=models.token_mean)
+        ids = torch.randint(models.V, (count, models.T), generator=torch.Generator().manual_seed(0))
+        sent, kept, send, wait = [0], [0], stage.Stage._send, stage.Stage.wait
+        held: list[Any] = []
+
+        def sending(self: stage.Stage, *args: Any) -> Any:
+            if self not in held:
+                held.append(self)
+            found = send(self, *args)
+            sent[0] = max(sent[0], sum(len(one._sent) for one in held))
+            return found
+
+        def waiting(self: stage.Stage, *args: Any) -> None:
+            wait(self, *args)
+            assert self._messages is not None
+            kept[0] = max(kept[0], len(self._messages._handles))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage.Stage, "_send", sending)
+            patch.setattr(stage.Stage, "wait", waiting)
+            trainer.step(ids, ids)
+        return sent[0], kept[0]
+
+    for sent, kept in run_ranks(on_rank, num_ranks):
+        assert 0 < sent <= most
+        assert kept <= 2 * most
+
+
 def _raising(*_: Any) -> Any:
     raise Fault
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import (
@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
 from nbtrain.events import EventKind
 from nbtrain.parallel.pipeline.quiet import quiet
 from nbtrain.parallel.pipeline.stage import Stage
-from nbtrain.planner.schedule import Schedule, Step
+from nbtrain.planner.schedule import Kind, Schedule, Step
 from nbtrain.telemetry.timeline import recorder
 
 _LOGGER = logging.getLogger("torch.distributed.pipelining.schedules")  # gets the whole schedule when an action raises
@@ -40,8 +40,9 @@ class Runtime(_PipelineScheduleRuntime):
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         by_index = {stage.stage_index: stage for stage in stages}
-        self.fwd_recv_ops = _Waited("activations", -1, by_index)
-        self.bwd_recv_ops = _Waited("gradients", 1, by_index)
+        heard = _Heard(schedule, stages)
+        self.fwd_recv_ops = _Waited("activations", -1, by_index, heard)
+        self.bwd_recv_ops = _Waited("gradients", 1, by_index, heard)
         # without torch's actions for FSDP and gradients: these are no matter of the schedule here
         actions = {rank: [_as_torchs(step) for step in steps] for rank, steps in enumerate(schedule.steps)}
         self.pipeline_order_with_comms = _add_send_recv(
@@ -67,11 +68,12 @@ class _Waited(dict[tuple[int, int], list[dist.Work]]):
         what: They carry.
         step: From a stage to the one that they come from.
         stages: Of this rank, by index.
+        heard: Called with what came, from which stage, and its microbatch.
     """
 
-    def __init__(self, what: str, step: int, stages: dict[int, Stage]) -> None:
+    def __init__(self, what: str, step: int, stages: dict[int, Stage], heard: _Heard) -> None:
         super().__init__()
-        self._what, self._step, self._stages = what, step, stages
+        self._what, self._step, self._stages, self._heard = what, step, stages, heard
 
     def __setitem__(self, key: tuple[int, int], works: list[dist.Work]) -> None:
         super().__setitem__(key, self._stages[key[0]].kept(works))
@@ -80,7 +82,46 @@ class _Waited(dict[tuple[int, int], list[dist.Work]]):
         stage, microbatch = key
         with recorder().span(EventKind.RECEIVE, stage, microbatch, self._what):
             self._stages[stage].wait("receive", self._what, microbatch, stage + self._step, super().pop(key, *default))
+        self._heard.note(self._what, stage + self._step, microbatch)
         return []
+
+
+class _Heard:
+    """Lets go of what was sent when something that comes shows that it was taken.
+
+    A rank does one action after another: when it has sent what one gave, it has taken what those before it needed.
+    Without this all that is sent would stay in memory to the end of the schedule.
+
+    Args:
+        schedule: Of all ranks.
+        stages: Of this one.
+    """
+
+    _TAKES: ClassVar = {
+        Kind.FORWARD: "activations",
+        Kind.BACKWARD: "gradients",
+        Kind.BACKWARD_INPUT: "gradients",
+    }
+
+    def __init__(self, schedule: Schedule, stages: Sequence[Stage]) -> None:
+        self._rank_of, self._stages = schedule.rank_of, stages
+        self._turns = {
+            (self._TAKES[action.kind], action.stage, action.microbatch): turn
+            for steps in schedule.steps
+            for turn, step in enumerate(steps)
+            for action in step
+            if action.kind in self._TAKES
+        }
+
+    def note(self, what: str, stage: int, microbatch: int) -> None:
+        """``stage`` has sent ``what``."""
+        rank, turn = self._rank_of[stage], self._turns[what, stage, microbatch]
+
+        def is_taken(what: str, stage: int, microbatch: int) -> bool:
+            return self._rank_of[stage] == rank and self._turns[what, stage, microbatch] < turn
+
+        for held in self._stages:
+            held.finish_sends(is_taken)
 
 
 def _as_torchs(step: Step) -> _Action:

@@ -275,15 +275,23 @@ class Stage(_PipelineStageBase):
         self._messages.keep(found)
         return found
 
-    def finish_sends(self) -> None:
-        """Waits until all that was sent is taken."""
-        while self._sent:
-            what, microbatch, stage, works = self._sent.pop()
-            self.wait("send", what, microbatch, stage, works)
+    def finish_sends(self, is_taken: Callable[[str, int, int], bool] = lambda *_: True) -> None:
+        """Waits until what was sent is taken.
+
+        Args:
+            is_taken: Of which messages, by what they carry, stage and microbatch.
+        """
+        sent, self._sent = self._sent, []
+        for what, microbatch, stage, works in sent:
+            if is_taken(what, stage, microbatch):
+                self.wait("send", what, microbatch, stage, works)
+            else:
+                self._sent.append((what, microbatch, stage, works))
 
     def wait(self, op: str, what: str, microbatch: int, other: int, works: Sequence[dist.Work]) -> None:
         """Waits for messages to or from stage ``other``; meanwhile `nbtrain.parallel.waits` tells it."""
         assert self.group is not None, "stages are on ranks"
+        assert self._messages is not None, "a run has begun"
         own, peer = dist.get_rank(), dist.get_global_rank(self.group, self.stage_index_to_group_rank[other])
         self._num_waits += 1
         number = self._microbatches[microbatch].index
@@ -293,8 +301,7 @@ class Stage(_PipelineStageBase):
         )
         name = f"{self.group.group_name}/{op} {own}-{peer}"
         with waited(op, name, sorted((own, peer)), self._num_waits, (), time.time(), told):
-            for work in works:
-                work.wait()
+            self._messages.wait(works)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Gradients are reduced behind the schedule."""
