@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import models
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch import nn
 
 import nbtrain as nt
 from nbtrain.parallel.exchange import Finish, all_reduce, begin_all_gather, begin_reduce_scatter
@@ -124,6 +128,52 @@ def test_what_was_sent_is_kept_until_it_is_taken(schedule: str, num_ranks: int, 
     for sent, kept in run_ranks(on_rank, num_ranks):
         assert 0 < sent <= most
         assert kept <= 2 * most
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_memory_of_1f1b_does_not_grow_with_the_microbatches() -> None:
+    """All of it, measured: activations and gradients of a microbatch are 2 MiB each here, and weights 2 MiB a stage."""
+
+    def on_rank() -> list[float]:
+        ctypes.CDLL(None).mallopt(-3, 2**18)  # M_MMAP_THRESHOLD: what is freed is the system's at once
+        process, peaks = psutil.Process(), []
+        for count in (4, 16):
+            torch.manual_seed(0)
+            plan = nt.Plan(pp=2, num_microbatches=count)
+            make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+            model = nn.Sequential(*(Wide() for _ in range(4)))
+            trainer = nt.Trainer(model, plan, optimizer=make, loss_fn=nn.functional.mse_loss)
+            x = torch.ones(1024 * count, 512)
+            trainer.step(x[:count], x[:count])
+            seen = [base := process.memory_info().rss]
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("forward_one_chunk", "backward_one_chunk"):
+                    patch.setattr(stage.Stage, name, _then(getattr(stage.Stage, name), process, seen))
+                trainer.step(x, x)
+            peaks.append((max(seen) - base) / 2**20)
+        return peaks
+
+    for few, many in run_ranks(on_rank, 2):
+        assert few > 2
+        assert many < 1.5 * few
+
+
+def _then(function: Callable[..., Any], process: psutil.Process, seen: list[int]) -> Callable[..., Any]:
+    def observed(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        seen.append(process.memory_info().rss)
+        return result
+
+    return observed
 
 
 def _raising(*_: Any) -> Any:

@@ -365,6 +365,30 @@ def test_a_microbatch_in_which_nothing_counts_has_no_gradient() -> None:
     run_ranks(on_rank, 2)
 
 
+def test_a_loss_and_its_count_may_lie_in_buffers() -> None:
+    total, count = torch.zeros(()), torch.zeros(())
+
+    def in_place(output: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        each = F.cross_entropy(output, y, reduction="none")[y > 0]
+        total.copy_(each.detach().sum())
+        return each.sum() if each.requires_grad else total, count.fill_(each.numel())
+
+    def plain(output: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+        each = F.cross_entropy(output, y, reduction="none")[y > 0]
+        return each.sum(), each.numel()
+
+    def on_rank() -> None:
+        found = []
+        for loss_fn in (in_place, plain):
+            torch.manual_seed(0)
+            trainer = trainer_of(Net, loss_fn, pp=2, num_microbatches=4)
+            losses = [trainer.step(*batch(step)) for step in range(2)]
+            found.append([*losses, trainer.evaluate([batch(0), batch(1)])])
+        assert found[0] == found[1]
+
+    run_ranks(on_rank, 2)
+
+
 class Transposed(Net):
     """Activations as a vision transformer's patches come: (B, C, T) seen as (B, T, C)."""
 

@@ -98,14 +98,11 @@ class Pipeline:
         messages = self._messages()
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
-        losses: list[Loss] = []
-        finish = functools.partial(_rooted, divisor, losses)
+        finish = functools.partial(_rooted, divisor, tally)
         microbatches = self._cut(chunk, num_microbatches(self._layout.plan), loss_fn, stand_in, finish, self._begun)
         self._begun += len(microbatches)
         self._is_real |= chunk.num_samples > 0
         self._run(microbatches, messages, backward=True)
-        for loss in losses:
-            tally.add(loss)
 
     def reduce(self, bucket_mb: float | None) -> None:
         """Behind the last chunk: the gradients become those of the step. Collective."""
@@ -121,11 +118,8 @@ class Pipeline:
     def evaluate(self, batch: Batch, loss_fn: LossFn | None, tally: Tally, stand_in: StandIn) -> None:
         """Adds the losses of a batch to ``tally`` on the last stage. No gradients."""
         messages = self._messages()
-        losses: list[Loss] = []
-        finish = functools.partial(_kept, losses)
+        finish = functools.partial(_added, tally)
         self._run(self._cut(batch, self._layout.plan.pp, loss_fn, stand_in, finish), messages, backward=False)
-        for loss in losses:
-            tally.add(loss)
 
     def recover(self) -> None:
         """After an exception: nothing of a schedule that did not end is left."""
@@ -319,24 +313,25 @@ def schedule_of(plan: Plan, count: int | None) -> Schedule:
     return make_schedule(plan.schedule, plan.pp, count or num_microbatches(plan), plan.num_virtual_stages)
 
 
-def _rooted(divisor: float, losses: list[Loss], loss: Loss, is_empty: bool) -> torch.Tensor | None:
+def _rooted(divisor: float, tally: Tally, loss: Loss, is_empty: bool) -> torch.Tensor | None:
+    """Adds the loss at once: kept to the end of the schedule it would keep its microbatch's inputs, too."""
     if is_empty:
         return silent(loss.value)
     if not loss.value.requires_grad and float(loss.weight) == 0:
-        losses.append(loss)
+        tally.add(loss)
         return None  # nothing of it counts
     if not loss.value.requires_grad:
         raise UsageError(
             "the loss has no gradient: it was detached, computed under no_grad, or of nothing that trains; return it "
             "as the model's output gives it"
         )
-    losses.append(loss)
+    tally.add(loss)
     return loss.over(divisor)
 
 
-def _kept(losses: list[Loss], loss: Loss, is_empty: bool) -> None:
+def _added(tally: Tally, loss: Loss, is_empty: bool) -> None:
     if not is_empty:
-        losses.append(loss)
+        tally.add(loss)
 
 
 def _signature(batch: Batch) -> Any:
