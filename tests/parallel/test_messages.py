@@ -140,7 +140,8 @@ class Wide(nn.Module):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_memory_of_1f1b_does_not_grow_with_the_microbatches() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_memory_does_not_grow_with_the_microbatches(schedule: str) -> None:
     """All of it, measured: activations and gradients of a microbatch are 2 MiB each here, and weights 2 MiB a stage."""
 
     def on_rank() -> list[float]:
@@ -148,7 +149,7 @@ def test_memory_of_1f1b_does_not_grow_with_the_microbatches() -> None:
         process, peaks = psutil.Process(), []
         for count in (4, 16):
             torch.manual_seed(0)
-            plan = nt.Plan(pp=2, num_microbatches=count)
+            plan = nt.Plan(pp=2, num_microbatches=count, schedule=schedule)
             make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
             model = nn.Sequential(*(Wide() for _ in range(4)))
             trainer = nt.Trainer(model, plan, optimizer=make, loss_fn=nn.functional.mse_loss)

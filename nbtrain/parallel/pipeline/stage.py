@@ -145,7 +145,9 @@ class Stage(_PipelineStageBase):
             self._boxes.graphs[fwd_chunk_id] = _Graph(received, outputs, root)
         passed = {value: received[value] for value in passage.relayed}
         sent = {value: (passed | outputs)[value].detach() for value in passage.outgoing}
-        self._boxes.sent[fwd_chunk_id] = sent
+        next_rank = self.stage_index_to_group_rank.get(self.stage_index + 1)
+        if next_rank not in (None, self.group_rank):  # else torch hands on what is returned
+            self._boxes.sent[fwd_chunk_id] = sent
         return sent
 
     def _output(self, value: Value, given: Mapping[Value, torch.Tensor], passage: Passage) -> torch.Tensor:
