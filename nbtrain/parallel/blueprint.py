@@ -6,7 +6,7 @@ It costs no memory worth speaking of: parameters and persistent buffers are on t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,49 @@ def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
 def counters(module: nn.Module) -> dict[str, Any]:
     """Numbers, words and flags that a module holds as plain attributes, but for its mode."""
     return {key: value for key, value in vars(module).items() if type(value) in _NUMBERS and key != "training"}
+
+
+class Notes:
+    """What modules note about their forwards in plain attributes: numbers, words and flags, and lists, dicts and sets
+    that they add to. `restore` puts it back.
+
+    Args:
+        modules: Whose, at the moment.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._counted = [(module, counters(module)) for module in modules]
+        self._records = [
+            (vars(module), key, record, record.copy())
+            for module, _ in self._counted
+            for key, record in vars(module).items()
+            if type(record) in (list, dict, set) and key not in _TORCHS_OWN
+        ]
+
+    def restore(self) -> bool:
+        """Whether anything had changed."""
+        changed = False
+        for module, before in self._counted:
+            if counters(module) != before:
+                changed = True
+                vars(module).update(before)
+        for held, key, record, before in self._records:
+            if held.get(key) is not record or not _is_same(record, before):
+                changed = True
+                held[key] = record
+                record.clear()
+                (record.extend if isinstance(record, list) else record.update)(before)
+        return changed
+
+
+def _is_same(record: Any, before: Any) -> bool:
+    """By identity: tensors have no truth value."""
+    now, then = (_flat(record), _flat(before))
+    return len(now) == len(then) and all(one is other for one, other in zip(now, then, strict=True))
+
+
+def _flat(record: Any) -> list[Any]:
+    return [part for item in record.items() for part in item] if isinstance(record, dict) else list(record)
 
 
 def set_attributes(model: nn.Module, values: dict[str, dict[str, Any]]) -> None:

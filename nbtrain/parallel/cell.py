@@ -5,7 +5,10 @@ Outside a session nothing is told: then all ranks are there, and there is no pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from nbtrain.errors import PlanError, UsageError
 from nbtrain.parallel.mesh import rank, world_size
@@ -32,6 +35,13 @@ def say(text: str) -> None:
     """Prints what all ranks say alike. One rank says it for all: others may come to it much later."""
     if rank() == min(_Told.ranks or (0,)):
         (_Told.voice if _Told.ranks and _Told.voice else print)(text)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """What a model prints inside is not shown: a forward that is none of the user's batches only puzzles."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 def tell_plan(plan: Plan) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +155,39 @@ class Rolling(Net):
         return super().forward(x)
 
 
+class Guarded(Net):
+    """Looks whether activations are what they should be, as people do when a loss was not finite."""
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            assert torch.isfinite(x).all()
+            if torch.isnan(x).any() or x.std() == 0:
+                raise ValueError("no numbers")
+        return x if x.std() < 100 else x / x.std()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        if not x.std() < 100:
+            return self.outlet(x)  # never
+        return self.outlet(self.through(x))
+
+
+class Telling(Net):
+    """Prints and remembers what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.last: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.shape[0])
+        self.last = {**self.last, f"batch {len(self.seen)}": x.shape[0]}
+        print("forward of", tuple(x.shape))
+        return super().forward(x)
+
+
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
@@ -187,14 +222,14 @@ def check(make: Callable[[], nn.Module], **plan: Any) -> None:
     torch.testing.assert_close({name: got[name] for name in state}, state, rtol=1e-4, atol=1e-5)
 
 
-HABITS = (Auxiliary, WrittenInto, Complex, Deciding, Penalised, Inner, Again, Consuming)
+HABITS = (Auxiliary, WrittenInto, Complex, Deciding, Penalised, Inner, Again, Consuming, Guarded)
 
 
 def test_right_as_on_one_device() -> None:
     def on_rank() -> list[float]:
         for make in HABITS:
             check(make, pp=2)
-        for make in (Auxiliary, Deciding, Again):
+        for make in (Auxiliary, Deciding, Again, Guarded):
             check(make, pp=2, schedule="zbv")
         trainer = trainer_of(Rolling, pp=2)
         trainer.step(*batch(0))
@@ -203,6 +238,23 @@ def test_right_as_on_one_device() -> None:
     first, second = run_ranks(on_rank, 2)
     assert first == second
     assert len(set(first)) == 4
+
+
+@pytest.mark.parametrize(("schedule", "axis"), [("1f1b", "pp"), ("zbv", "pp"), ("1f1b", "tp")])
+def test_a_model_prints_and_remembers_batches_and_no_trials(schedule: str, axis: str) -> None:
+    def on_rank() -> tuple[str, list[int], int]:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            trainer = trainer_of(Telling, **{axis: 2}, schedule=schedule)
+            trainer.step(*batch(0))
+        told = [line for line in out.getvalue().splitlines() if "forward" in line]
+        return told, trainer.model.seen, len(trainer.model.last)
+
+    shapes = [2] * 4 if axis == "pp" else [8]
+    for told, seen, last in run_ranks(on_rank, 2):
+        assert seen == shapes
+        assert last == len(shapes)
+        assert set(told) == {f"forward of {(shapes[0], WIDTH)}"}
 
 
 def test_what_a_stage_writes_into_and_passes_on_goes_on_as_it_is() -> None:

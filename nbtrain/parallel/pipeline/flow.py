@@ -181,7 +181,8 @@ class Flow:
         expected = f"'{calls[position].unit}'" if position < len(calls) else "the end of forward"
         raise ModelError(
             f"the forward called '{unit}' where it called {expected} when its stages were found: modules of a pipeline "
-            "must be called in one order for inputs of one shape; type pp=1, or put what varies into one block"
+            "must be called in one order for inputs of one shape, whatever their values (stages are found on made-up "
+            "ones); type pp=1, or put what varies into one block"
         )
 
     def _leaf(self, value: Value, leaf: Any, given: Any) -> Any:
@@ -211,7 +212,8 @@ class Flow:
             missing = self._score.calls[self._position].unit
             raise ModelError(
                 f"the forward ended without calling '{missing}', which it called when its stages were found: modules "
-                "of a pipeline must be called in one order for inputs of one shape; type pp=1"
+                "of a pipeline must be called in one order for inputs of one shape, whatever their values (stages are "
+                "found on made-up ones); type pp=1, or put what varies into one block"
             )
 
 

@@ -1,8 +1,9 @@
 """`rehearse`: finds the `Score` of a forward without running a unit.
 
 The skeleton's own code runs as it does in a step. Each unit is run by a twin on fake tensors, which have shapes and no
-memory, and gives blanks of those shapes. Which unit's output reaches which unit is followed operation by operation, by
-the storage of each tensor.
+memory, and gives stand-ins of those shapes: numbers as activations are, since the skeleton's code may look whether they
+are finite, or how large. Which unit's output reaches which unit is followed operation by operation, by the storage of
+each tensor.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from nbtrain.errors import ModelError, NbtrainError, first_line
+from nbtrain.parallel.cell import unheard
 from nbtrain.parallel.pipeline.alike import Ran
-from nbtrain.parallel.pipeline.flow import blank, conducted
+from nbtrain.parallel.pipeline.flow import conducted
 from nbtrain.parallel.pipeline.holding import elsewhere
 from nbtrain.parallel.pipeline.score import Call, Meta, Passed, Score, Value
 from nbtrain.parallel.pipeline.skeleton import Skeleton
 from nbtrain.parallel.pipeline.tracker import Label, Labels, Tracker
-from nbtrain.parallel.pipeline.twins import Twins
+from nbtrain.parallel.pipeline.twins import SMALL, Twins
 
 _MISSING = object()
 
@@ -60,7 +62,12 @@ class Rehearsal:
         """
         copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, given)
         inputs = [(leaf, leaf._version) for leaf in tree_leaves(copies) if isinstance(leaf, torch.Tensor)]
-        with _blank_parameters(model, self._device) as parameters, _drawn_elsewhere() as drawn, self._restored():
+        with (
+            _plain_parameters(model, self._device) as parameters,
+            _drawn_elsewhere() as drawn,
+            self._restored(),
+            unheard(),
+        ):
             for name, (tensor, trains) in parameters.items():
                 self._labels.add(tensor, {name})
                 self._trained |= {name} if trains else set()
@@ -114,8 +121,9 @@ class Rehearsal:
             raise
         except Exception as problem:
             raise ModelError(
-                f"'{unit}' raised {first_line(problem)} when the shapes of what it gives were looked for without its "
-                "weights; if it runs on one device, shapes depend on values in it: cut that out of it, or type pp=1"
+                f"'{unit}' raised {first_line(problem)}; that was in a run without its weights, for the shapes of what "
+                "it gives. Give a batch that the model takes on one device. If it takes this one there, something in "
+                "it depends on values: cut that out of it, or type pp=1"
             ) from problem
 
     def _leave(self, unit: str, call: Call, stand_ins: list[Any]) -> None:
@@ -154,11 +162,19 @@ class Rehearsal:
             return given[meta.index]
         if not isinstance(meta, Meta):
             return meta
-        made = blank(meta.empty(self._device))
+        made = _standing(meta.empty(self._device))
         self._labels.begin(made, value)
         if meta.requires_grad:
             self._grown.add(value)
         return made
+
+
+def _standing(room: torch.Tensor) -> torch.Tensor:
+    """``room`` full of numbers with mean 0 and deviation 1, or of zeros where its dtype has no fractions."""
+    if not (room.is_floating_point() or room.is_complex()):
+        return room.fill_(0)
+    room.fill_(1).as_strided((room.numel(),), (1,))[1::2] = -1
+    return room
 
 
 def _sorted_out(labels: set[Label]) -> tuple[frozenset[Value], frozenset[str]]:
@@ -200,11 +216,11 @@ def _drawn_elsewhere() -> Iterator[list[str]]:
 
 
 @contextmanager
-def _blank_parameters(model: nn.Module, device: torch.device) -> Iterator[dict[str, tuple[torch.Tensor, bool]]]:
-    """Blanks without memory in the place of all parameters, by first name, and whether they train; afterwards the
+def _plain_parameters(model: nn.Module, device: torch.device) -> Iterator[dict[str, tuple[torch.Tensor, bool]]]:
+    """One number, without memory, in the place of all parameters, by first name, and whether they train; afterwards the
     parameters are back. Code outside of units may read those inside: ``self.positions.weight[:length]``."""
     taken: list[tuple[nn.Module, str, nn.Parameter]] = []
-    blanks: dict[int, nn.Parameter] = {}
+    plain: dict[int, nn.Parameter] = {}
     named: dict[str, tuple[torch.Tensor, bool]] = {}
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
@@ -212,11 +228,12 @@ def _blank_parameters(model: nn.Module, device: torch.device) -> Iterator[dict[s
             if parameter is None:
                 continue
             taken.append((module, key, parameter))
-            if id(parameter) not in blanks:
-                made = blank(torch.empty((), dtype=parameter.dtype, device=device)).expand(parameter.shape)
-                blanks[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
-                named[f"{dot}{key}"] = blanks[id(parameter)], parameter.requires_grad
-            module._parameters[key] = blanks[id(parameter)]
+            if id(parameter) not in plain:
+                value = SMALL if parameter.is_floating_point() else 0
+                made = torch.full((), value, dtype=parameter.dtype, device=device).expand(parameter.shape)
+                plain[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
+                named[f"{dot}{key}"] = plain[id(parameter)], parameter.requires_grad
+            module._parameters[key] = plain[id(parameter)]
         for key, (stand_in, trains) in elsewhere(module).items():
             named[f"{dot}{key}"] = stand_in, trains
     try:

@@ -1,4 +1,4 @@
-"""What the skeleton's own code changes in a forward: counters, in buffers and attributes.
+"""What the skeleton's own code changes in a forward: counters in buffers and attributes, lists that it adds to.
 
 Every stage runs that code. So it counts once for each stage of a rank and once more in a rehearsal, unless what it
 changed is put back.
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nbtrain.errors import ModelError
-from nbtrain.parallel.blueprint import counters
+from nbtrain.parallel.blueprint import Notes
 from nbtrain.parallel.pipeline.units import skeleton_of
 
 
@@ -48,15 +48,12 @@ class Skeleton:
             for key, buffer in module._buffers.items()
             if buffer is not None
         }
-        attributes = {name: counters(module) for name, module in self._modules.items()}
+        notes = Notes(self._modules.values())
         computed = ""
         try:
             yield
         finally:
-            for name, module in self._modules.items():
-                if counters(module) != attributes[name]:
-                    self.counts = True
-                    vars(module).update(attributes[name])
+            self.counts |= notes.restore()
             for (name, key), (module, buffer, version, value) in buffers.items():
                 now = module._buffers.get(key)
                 if now is buffer and buffer._version == version:

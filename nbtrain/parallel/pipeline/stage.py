@@ -226,7 +226,8 @@ class Stage(_PipelineStageBase):
         self, roots: list[torch.Tensor], gradients: list[torch.Tensor | None], inputs: list[torch.Tensor]
     ) -> tuple[Sequence[torch.Tensor | None], list[dict[str, Any]] | None]:
         """Gradients of ``inputs``, and where those of weights start from; None where all of them have come along."""
-        roots, weights = _detachable(roots), self._parameters()
+        # torch detaches them in place: what the stage has saved of them, views and parameters must not be
+        roots, weights = [_hand(root) for root in roots], self._parameters()
         early = eager(roots, inputs, weights)
         known = {id(weight) for weight in early}
         late = [weight for weight in weights if id(weight) not in known]
@@ -323,7 +324,7 @@ class Stage(_PipelineStageBase):
 
 
 class _Hand(torch.autograd.Function):
-    """Identity whose output is no leaf and no view: a block may write into its input (``inplace=True``)."""
+    """Identity whose output is no leaf, no view and nothing that was saved: it may be written into or detached."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -337,11 +338,6 @@ class _Hand(torch.autograd.Function):
 def _hand(tensor: torch.Tensor) -> torch.Tensor:
     handed: torch.Tensor = _Hand.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
     return handed
-
-
-def _detachable(roots: list[torch.Tensor]) -> list[torch.Tensor]:
-    """torch detaches them in place, which views do not allow, and which freezes a parameter that a unit gives."""
-    return [root.clone() if root._is_view() or root.is_leaf else root for root in roots]
 
 
 def _on_wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from nbtrain.parallel.pipeline.alike import Alike, Ran
 from nbtrain.parallel.pipeline.quiet import quiet
 from nbtrain.parallel.pipeline.tracker import draws
 
-_SMALL = 0.02
+SMALL = 0.02
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")  # gets the traceback of a shape that cannot be
 
 
@@ -75,7 +75,8 @@ class Twins:
         except ModelError:
             raise
         except Exception:  # of shapes that depend on values, and of kernels that know no fake tensors
-            return self._run_constant(unit, modes, args, kwargs)
+            pass
+        return self._run_constant(unit, modes, args, kwargs)
 
     def _run_fake(self, unit: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ran:
         counter, watch = FlopCounterMode(display=False), _Randomness()  # type: ignore[no-untyped-call]
@@ -96,7 +97,7 @@ class Twins:
                     if tensor is not None and tensor.is_meta:
                         slots[name] = made.setdefault(id(tensor), self._constant(tensor))
         watch = _Randomness()  # type: ignore[no-untyped-call]
-        given = tree_map(_tame, (args, kwargs))
+        given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
         with _Kept(module) as kept, _untouched(unit, given), torch.random.fork_rng(devices=[]), watch:
             output = _in_modes(module, modes)(*given[0], **given[1])
         _require_no_numbers(unit, output)
@@ -105,7 +106,7 @@ class Twins:
         return Ran(output, kept.found, cost * _num_positions((args, kwargs)), watch.seen)
 
     def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        value = _SMALL if tensor.is_floating_point() else 0
+        value = SMALL if tensor.is_floating_point() else 0
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         made = torch.full(tensor.shape, value, dtype=dtype, device=self._device)
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
@@ -129,12 +130,6 @@ def _in_modes(module: nn.Module, modes: dict[str, bool]) -> nn.Module:
     for name, training in modes.items():
         module.get_submodule(name).training = training
     return module
-
-
-def _tame(value: Any) -> Any:
-    """A blank is of NaNs, by which code may choose nothing."""
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return torch.nan_to_num(value, nan=_SMALL) if is_float else value
 
 
 def _num_positions(given: Any) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 
 from nbtrain.errors import ModelError
 from nbtrain.parallel.blocks import repeated_blocks
-from nbtrain.parallel.cell import say
+from nbtrain.parallel.cell import say, unheard
 from nbtrain.parallel.tensor.cuts import Region, TensorPlan
 from nbtrain.parallel.tensor.describe import describe
 from nbtrain.parallel.tensor.joints import Analysis
@@ -49,11 +49,12 @@ def decide(
     twin = twin_of(model, device)
     patterns = plan.tp_plan if isinstance(plan.tp_plan, Mapping) else None
     call = as_call(probe, device) if probe is not None else probe_inputs(twin, device)
-    chosen = _recognised(twin, plan, call) if patterns is None else from_patterns(twin, plan.tp, patterns, call)
-    if plan.sequence_parallel:
-        chosen = replace(chosen, trunk=tuple(_trunk(model)))
-    chosen = replace(chosen, regions=_watched(chosen))
-    wrong = {} if call is None else refuted(attempts(model, twin, chosen, call), peers)
+    with unheard():
+        chosen = _recognised(twin, plan, call) if patterns is None else from_patterns(twin, plan.tp, patterns, call)
+        if plan.sequence_parallel:
+            chosen = replace(chosen, trunk=tuple(_trunk(model)))
+        chosen = replace(chosen, regions=_watched(chosen))
+        wrong = {} if call is None else refuted(attempts(model, twin, chosen, call), peers)
     if wrong and (patterns is not None or chosen.trunk):
         raise ModelError(_told(wrong, "type sequence_parallel=False" if chosen.trunk else "leave it out of tp_plan"))
     chosen = without(chosen, wrong)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbtrain.parallel.blueprint import counters
+from nbtrain.parallel.blueprint import Notes
+from nbtrain.parallel.cell import unheard
 
 Probe = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -47,16 +48,16 @@ def probe_inputs(model: nn.Module, device: torch.device) -> Probe | None:
 
 @contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, without fast paths and caches; its modes, buffers and the random state come back."""
+    """The model in eval mode, unheard, without fast paths and caches; its modes, buffers and random state come back."""
     modes = {module: module.training for module in model.modules()}
-    counted = {module: counters(module) for module in model.modules()}
+    notes = Notes(model.modules())
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     config = getattr(model, "config", None)
     cache = getattr(config, "use_cache", None)
     fast = torch.backends.mha.get_fastpath_enabled()
     devices = dict.fromkeys(parameter.device for parameter in model.parameters() if parameter.is_cuda)
     meta = any(parameter.is_meta for parameter in model.parameters())
-    with torch.random.fork_rng(list(devices)), torch.device("meta") if meta else nullcontext():
+    with torch.random.fork_rng(list(devices)), torch.device("meta") if meta else nullcontext(), unheard():
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             model.eval()
@@ -69,7 +70,7 @@ def probing(model: nn.Module) -> Iterator[None]:
                 config.use_cache = cache  # type: ignore[union-attr]
             for module, mode in modes.items():
                 module.training = mode
-                vars(module).update(counted[module])
+            notes.restore()
             with torch.no_grad():
                 for name, buffer in model.named_buffers():
                     if name in buffers and buffers[name].shape == buffer.shape:
