@@ -45,6 +45,7 @@ class Cell:
         self.failures: dict[int, Failure] = {}
         self.deaths: dict[int, Death] = {}
         self.groups: set[str] = set()  # what the ranks say of their process groups at the cell's end
+        self.exchanges: dict[int, dict[str, int]] = {}  # by rank, which was its last in each group
         self._replied: set[int] = set()
         self._idle: set[int] = set()
         self._publisher = publisher
@@ -114,7 +115,9 @@ class Cell:
         self.heard = time.monotonic()
         if content["status"] != "ok":
             self.failures[rank] = content.get("nbtrain", {}).get("failure") or _bare(content)
-        self.groups.add(content.get("nbtrain", {}).get("groups", "kept"))
+        told = content.get("nbtrain", {})
+        self.groups.add(told.get("groups", "kept"))
+        self.exchanges[rank] = told.get("exchanges", {})
         self._advance(self._replied, rank)
 
     def on_idle(self, rank: int) -> None:

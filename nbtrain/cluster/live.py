@@ -271,7 +271,7 @@ class LiveRanks:
         """The cell that each busy rank runs."""
         for cell in self.cells:
             if cell.done:
-                self.members.groups_lost |= "lost" in cell.groups
+                self.members.note(cell.groups, cell.exchanges)
                 self._ended.append(cell)
         self.cells = [cell for cell in self.cells if not cell.done]
         while len(self._ended) > LISTENED_CELLS:

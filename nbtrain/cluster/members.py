@@ -52,6 +52,7 @@ class Members:
         self.processes: dict[int, psutil.Process] = {}
         self.info: list[dict[str, Any]] = []
         self.groups_lost = False
+        self._exchanges: dict[int, Mapping[str, int]] = {}
         self.newcomers: tuple[int, ...] = ()
         self._ending: set[int] = set()  # ranks that are being ended, to be replaced
         self._unanswered: dict[int, Future[Any]] = {}  # the last call's
@@ -172,7 +173,7 @@ class Members:
         everyone = range(self.world_size)
         self._generation += 1
         self.info = self.call("join", everyone, generation=f"renew{self._generation}", **self._preparations())
-        self.newcomers, self.groups_lost = (), False
+        self.newcomers, self.groups_lost, self._exchanges = (), False, {}
         for rank in everyone:
             define(rank)
 
@@ -216,7 +217,20 @@ class Members:
                 for rank in range(self.world_size)
             },
         )
-        self.groups_lost = False
+        self.groups_lost, self._exchanges = False, {}
+
+    def note(self, groups: Collection[str], exchanges: Mapping[int, Mapping[str, int]]) -> None:
+        """What a cell has left of the groups.
+
+        Args:
+            groups: What its ranks say of them.
+            exchanges: By rank, which exchange of each group was its last, by the group's name. Ranks of which some have
+                begun more, since an exception kept others from it, would wait for each other ever after.
+        """
+        self._exchanges |= exchanges
+        names = {name for own in self._exchanges.values() for name in own}
+        apart = any(len({own[name] for own in self._exchanges.values() if name in own}) > 1 for name in names)
+        self.groups_lost |= apart or "lost" in groups
 
     def free(self, ranks: Iterable[int]) -> None:
         """Cut ``ranks`` out of the collectives that they wait in."""

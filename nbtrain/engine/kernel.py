@@ -21,7 +21,7 @@ from nbtrain.engine import debugger, groups, prompts, tracebacks, trail, voice
 from nbtrain.engine.control import CONTROL
 from nbtrain.engine.shell import RankShell
 from nbtrain.errors import UsageError
-from nbtrain.parallel import cell
+from nbtrain.parallel import cell, messages
 
 DEAF_S = 0.25  # less than the time after which the session interrupts again
 KEPT_VALUES = 32  # of cells that nobody waits for, until their handles are asked
@@ -118,6 +118,7 @@ class RankKernel(IPythonParallelKernel):
             "seconds": time.time() - started,
             "failure": shell.failure,
             "groups": groups.state(),
+            "exchanges": messages.numbers(),
         }
         return reply
 

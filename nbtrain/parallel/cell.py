@@ -19,6 +19,7 @@ class _Told:
     ranks: tuple[int, ...] | None = None
     plan: Plan | None = None
     voice: Callable[[str], None] | None = None
+    call = ""
 
 
 def tell_voice(speak: Callable[[str], None]) -> None:
@@ -77,3 +78,19 @@ def require_all_ranks(what: str) -> None:
             f"{what} needs all {world_size()} ranks, and this cell runs on rank{'s' * (len(_Told.ranks) > 1)} {there} "
             "only; run it without -r"
         )
+
+
+@contextmanager
+def on_all_ranks(what: str, trainer: int) -> Iterator[None]:
+    """Around a call that all ranks make together, of one trainer: `call` says which. Raises as `require_all_ranks`."""
+    require_all_ranks(what)
+    before, _Told.call = _Told.call, f"{what} of trainer {trainer}"
+    try:
+        yield
+    finally:
+        _Told.call = before
+
+
+def call() -> str:
+    """The call of `on_all_ranks` that this rank is in; "" outside of one."""
+    return _Told.call

@@ -23,11 +23,17 @@ from nbtrain.telemetry.timeline import recorder
 
 
 def evaluate(
-    model: nn.Module, loss_fn: LossFn | None, batches: Iterable[Any], doing: str, layout: Layout, device: torch.device
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batches: Iterable[Any],
+    doing: str,
+    trainer: int,
+    layout: Layout,
+    device: torch.device,
 ) -> float:
     """Sum of losses over sum of weights, over batches and ranks. One small reduction at the end.
 
-    ``doing`` says in words what ranks must all be in.
+    ``doing`` says in words what ranks must all be in, and ``trainer`` whose number it is.
 
     Raises:
         BatchError: Ranks have different numbers of batches, or nothing in them counts.
@@ -52,7 +58,7 @@ def evaluate(
                 tally.add(compute_loss(model, loss_fn, batch))
     if layout.shards:
         shard.reshard(model)
-    totals = tally.reduce(layout.everyone, copies=layout.plan.tp)
+    totals = tally.reduce(layout.everyone, copies=layout.plan.tp, trainer=trainer)
     totals.require_meaning()
     return totals.mean
 

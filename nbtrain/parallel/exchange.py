@@ -16,7 +16,6 @@ takes 0.08 (2 ranks on 2 cores; 6 and 3 on 4 ranks, 19 and 9 on 8).
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -39,22 +38,18 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 FEW_RANKS = 16
 """Up to here all send to all."""
 
-# all-reductions of each, in the order that its ranks have in common
-_reduced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
 
 def part(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part: a view."""
     return flat.view(group.size(), -1)[group.rank()]
 
 
-def begin_reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
+def begin_reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup) -> Finish:
     """Begins to sum over ranks; when it is finished, this rank's part is the sum and the others are arbitrary.
 
     Args:
         flat: (N x part) elements, contiguous.
         group: N ranks, which begin the same in the same order.
-        tag: Messages of another tag are never taken for these.
     """
     own = part(flat, group)
     if not flat.is_cpu:
@@ -63,7 +58,7 @@ def begin_reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup, tag: int)
     parts = flat.view(group.size(), -1)
     heard = torch.empty_like(parts[1:])
     messages = [(parts[to], to, room, source) for (to, source), room in zip(_pairs(group), heard, strict=True)]
-    wait = _exchanged("reduce_scatter", messages, flat, group, tag)
+    wait = _exchanged("reduce_scatter", messages, flat, group)
 
     def add() -> None:
         wait()
@@ -73,7 +68,7 @@ def begin_reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup, tag: int)
     return add
 
 
-def begin_all_gather(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
+def begin_all_gather(flat: torch.Tensor, group: dist.ProcessGroup) -> Finish:
     """Begins to fill in the parts of the other ranks. Arguments as of `begin_reduce_scatter`."""
     own = part(flat, group)
     if not flat.is_cpu:
@@ -81,7 +76,7 @@ def begin_all_gather(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> 
         return finish
     parts = flat.view(group.size(), -1)
     messages = [(own, to, parts[source], source) for to, source in _pairs(group)]
-    return _exchanged("all_gather", messages, flat, group, tag)
+    return _exchanged("all_gather", messages, flat, group)
 
 
 def all_reduce(numbers: torch.Tensor, group: dist.ProcessGroup, *, largest: bool = False) -> None:
@@ -95,13 +90,10 @@ def all_reduce(numbers: torch.Tensor, group: dist.ProcessGroup, *, largest: bool
     if not numbers.is_cpu or group.size() > FEW_RANKS:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         return
-    _reduced[group] = number = _reduced.get(group, 0) + 1
     rows = numbers.new_empty(group.size(), len(numbers))
     rows[group.rank()] = numbers
     messages = [(numbers, to, rows[source], source) for to, source in _pairs(group)]
-    # numbers of another count or kind never meet these: gloo ends the process where sizes differ
-    kind = (2 * len(numbers) + largest) % 2**14
-    _exchanged("all_reduce", messages, numbers, group, 2**30 + kind * 2**15 + number % 2**15)()
+    _exchanged("all_reduce", messages, numbers, group)()
     numbers.copy_(rows.amax(0) if largest else rows.sum(0))
 
 
@@ -111,8 +103,9 @@ def _pairs(group: dist.ProcessGroup) -> list[tuple[int, int]]:
     return [((own + distance) % size, (own - distance) % size) for distance in range(1, size)]
 
 
-def _exchanged(op: str, parts: list[Message], flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
+def _exchanged(op: str, parts: list[Message], flat: torch.Tensor, group: dist.ProcessGroup) -> Finish:
     messages, since = Messages(group), time.time()
+    tag = messages.tag((op, flat.numel(), flat.dtype))
     for outgoing, to, room, source in parts:
         messages.keep([dist.isend(outgoing, group=group, tag=tag, group_dst=to)])
         messages.keep([dist.irecv(room, group=group, tag=tag, group_src=source)])

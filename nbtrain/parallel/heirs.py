@@ -186,7 +186,7 @@ class TrainerHeir(Heir):
     def build(self, here: Here, structure: bytes) -> None:
         trainer = here.unpack(structure).made()
         stepper = trainer._stepper
-        live.track_steps(stepper, self.number)
+        stepper.number = live.track_steps(stepper, self.number)
         if isinstance(stepper.scheduler, lr_scheduler.LRScheduler):
             _watch_steps(trainer.optimizer)
         here.belongings.trainers[self.number] = trainer

@@ -16,6 +16,7 @@ from nbtrain.parallel import shard
 from nbtrain.parallel.blueprint import Blueprint
 from nbtrain.parallel.live import Grouped
 from nbtrain.parallel.mesh import data_mesh
+from nbtrain.parallel.messages import begin_round
 from nbtrain.parallel.tensor.cuts import Cut, TensorPlan
 from nbtrain.parallel.tensor.peers import TensorGrouped
 from nbtrain.parallel.tensor.random import Draws
@@ -78,6 +79,13 @@ class Layout:
     @property
     def dp(self) -> int:
         return self.plan.dp
+
+    def begin_round(self) -> None:
+        """Of all that ranks exchange in a step or an evaluation, whatever broke the last one."""
+        groups = [self.everyone, self.peers, self.stages]
+        if isinstance(self.result, ShardedUpdate):
+            groups.append(self.result.shard_group)
+        begin_round({id(group): group for group in groups if group is not None}.values())
 
     @property
     def shards(self) -> bool:

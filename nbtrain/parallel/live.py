@@ -71,6 +71,11 @@ def in_doubt() -> bool:
     return _Counts.in_doubt
 
 
+def doubt() -> None:
+    """This rank has not ended what others may have ended: groups must be formed again, where ranks agree."""
+    _Counts.in_doubt = True
+
+
 @contextmanager
 def together(alone: bool) -> Iterator[None]:
     """Around what ranks do together, unless this one is ``alone``: an interrupt catches each at another place."""
@@ -81,8 +86,8 @@ def together(alone: bool) -> Iterator[None]:
         raise
 
 
-def track_steps(thing: Resumable, number: int | None = None) -> None:
-    """Let ``thing`` agree with its twins on the other ranks.
+def track_steps(thing: Resumable, number: int | None = None) -> int:
+    """Let ``thing`` agree with its twins on the other ranks. Its number, which they have too.
 
     Args:
         thing: What takes steps.
@@ -92,6 +97,7 @@ def track_steps(thing: Resumable, number: int | None = None) -> None:
         number = _Counts.resumables
         _Counts.resumables += 1
     _resumables[number] = thing
+    return number
 
 
 def resumables() -> dict[int, Resumable]:

@@ -1,4 +1,8 @@
-"""`Messages`: those of one exchange, whose buffers stay while any of them may still arrive.
+"""`Messages`: those of one exchange, which have a tag of their own, and whose buffers stay while any may still arrive.
+
+Ranks number the exchanges of a group as they begin them, so that none is taken for another. Where one breaks, some may
+have begun more than others. So steps begin a round: a number that is the same on all that have begun as many steps.
+Where a rank has not, the session sees it in `numbers`, and forms groups again.
 
 gloo gives a buffer up with its handle. Bytes that arrive for a receive without a buffer are read by nobody, nor is
 anything behind them on that connection: two ranks whose step broke in the middle wait for each other in the next one,
@@ -9,10 +13,15 @@ one that began later: every connection keeps its order, so that nothing of the e
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+import zlib
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+ROUND = 2**11
+"""Exchanges that a round has room for; with more, the next one begins later."""
 
 _begun: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _left: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, list[Any]]]] = weakref.WeakKeyDictionary()
@@ -33,6 +42,14 @@ class Messages:
         _begun[group] = self.number = _begun.get(group, 0) + 1
         self._group = weakref.ref(group)
         self._handles: dict[int, Any] = {}
+
+    def tag(self, kind: Hashable) -> int:
+        """Of its messages.
+
+        Args:
+            kind: What they carry, and how much: gloo ends the process where a message meets room of another size.
+        """
+        return zlib.crc32(repr(kind).encode()) % 2**9 * 2**22 + self.number % 2**22
 
     def keep(self, handles: Iterable[Any]) -> None:
         """``handles``: what isend and irecv gave."""
@@ -59,6 +76,18 @@ class Messages:
     def __del__(self) -> None:
         if self._handles and (group := self._group()) is not None:
             _left.setdefault(group, []).append((_begun[group], list(self._handles.values())))
+
+
+def begin_round(groups: Iterable[dist.ProcessGroup]) -> None:
+    """The exchanges that follow are numbered alike on all ranks that have begun as many rounds."""
+    for group in groups:
+        _begun[group] = (_begun.get(group, 0) // ROUND + 1) * ROUND
+
+
+def numbers() -> dict[str, int]:
+    """Of the last exchange that this rank has begun in each of its groups, by the group's name."""
+    everyone: Any = c10d._world
+    return {group.group_name: _begun.get(group, 0) for group in everyone.pg_map if group.size() > 1}
 
 
 def num_left(group: dist.ProcessGroup) -> int:

@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from nbtrain.errors import ModelError, UsageError
 from nbtrain.parallel.deferred import changed_since, is_deferred
 from nbtrain.parallel.tensor.peers import TensorGrouped
+from nbtrain.parallel.transfer import gather_in_call
 from nbtrain.plan import Plan
 
 _CURE = "`with nt.meta_init(): model = ...`"
@@ -43,12 +44,11 @@ def check_apart(model: nn.Module) -> None:
 
 
 def check_same_options(group: dist.ProcessGroup, **options: Any) -> None:
-    """Raises `UsageError` on every rank when ranks were given different options. Collective.
+    """Raises `UsageError` on every rank when ranks were given different options, or are in different calls. Collective.
 
     They would wait for each other in collectives of different kinds.
     """
-    theirs: list[Any] = [None] * group.size()
-    dist.all_gather_object(theirs, {name: repr(value) for name, value in options.items()}, group=group)
+    theirs = gather_in_call({name: repr(value) for name, value in options.items()}, group)
     for rank, other in enumerate(theirs):
         for name, value in other.items():
             if value != theirs[0][name]:

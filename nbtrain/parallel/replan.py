@@ -31,7 +31,7 @@ from nbtrain.errors import UsageError, nearest
 from nbtrain.interrupts import uninterrupted
 from nbtrain.parallel import live, preflight, spill, structure, transplant
 from nbtrain.parallel import mesh as meshes
-from nbtrain.parallel.cell import require_all_ranks, require_plan, say
+from nbtrain.parallel.cell import require_plan, say
 from nbtrain.parallel.draft import Draft, by_key, together
 from nbtrain.parallel.layout import Layout
 from nbtrain.parallel.mirror import require_mirrorable
@@ -63,7 +63,6 @@ def replan(trainer: Trainer, plan: Plan | str, via: str, probe: Any, namespaces:
         probe: As of `parallelize`.
         namespaces: Where names may hold the old model.
     """
-    require_all_ranks("Trainer.replan")
     plan = _resolved(plan)
     if via not in VIAS:
         raise UsageError(f"via={via!r} must be one of {', '.join(map(repr, VIAS))}; {nearest(str(via), VIAS)}")

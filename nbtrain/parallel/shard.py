@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_map_only
 
 from nbtrain.errors import ModelError
+from nbtrain.interrupts import uninterrupted
 from nbtrain.parallel.blocks import repeated_blocks, self_contained
 from nbtrain.parallel.offload import shard_offload
 from nbtrain.parallel.precision import shard_policy
@@ -50,6 +51,7 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, nn.Module
     model.register_forward_hook(_own_output)
     root = fully_shard(model, **options)
     model.register_forward_hook(_let_go_without_backward)
+    model.register_forward_pre_hook(_begin_whole, prepend=True)
     # a rank whose branch doesn't use a parameter must still reduce it: the others wait
     root.set_reduce_scatter_unused_params(True)
     return units
@@ -66,6 +68,14 @@ def _let_go_without_backward(module: nn.Module, args: Any, output: Any) -> None:
     """Backward is what FSDP lets go after: else ``model.parameters()`` would be gathered ones, without gradients."""
     if not torch.is_grad_enabled():
         reshard(module)
+
+
+def _begin_whole(module: nn.Module, args: Any) -> None:
+    """FSDP completes itself in the first forward, and never again: an interrupt in there would leave it half done."""
+    state = cast(Any, module)._get_fsdp_state()
+    if state._is_root is None:
+        with uninterrupted():
+            state._lazy_init()
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:

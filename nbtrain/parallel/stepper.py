@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.errors import GradientError, NbtrainError, SessionError, UsageError
+from nbtrain.errors import GradientError, NbtrainError, SessionError, UsageError, first_line
 from nbtrain.events import EventKind
 from nbtrain.interrupts import uninterrupted
 from nbtrain.parallel import gradients, live, mesh, offload, shard
@@ -58,6 +58,9 @@ class Stepper:
         scaling: Of the loss, with fp16.
         reference: Global weight of the last step: what the next one most likely has. 1.0 before the first.
         lost: Why no step can be taken any more; "" where it can.
+        mixed: Why weights, optimizer and scheduler are not those of one step, until a checkpoint is loaded; "" where
+            they are.
+        number: Of the trainer, the same on all ranks.
         redundancy: Whether a lost rank must cost no step, though no replica has its shards.
         mirror: What is held for that.
     """
@@ -74,6 +77,8 @@ class Stepper:
     scaling: Scaling | None = None
     reference: float = 1.0
     lost: str = ""
+    mixed: str = ""
+    number: int = 0
     redundancy: bool = False
     mirror: Mirror | None = None
     _settled: Settled | None = None
@@ -81,7 +86,7 @@ class Stepper:
     _stand_in: StandIn = field(default_factory=StandIn)
 
     def __post_init__(self) -> None:
-        live.track_steps(self)
+        self.number = live.track_steps(self)
         self.go_on(self.model, self.layout, self.parameters)
 
     def go_on(self, model: nn.Module, layout: Layout, parameters: list[nn.Parameter]) -> None:
@@ -162,13 +167,13 @@ class Stepper:
         return {**vars(self), "mirror": None, "_snapshot": None, "_stand_in": StandIn()}
 
     def require_whole(self) -> None:
-        """Raises where a part of the model or its optimizer died with a rank.
+        """Raises where a part of the model or its optimizer died with a rank, or a step ended in its middle.
 
         Raises:
             SessionError: What was lost, and what to do.
         """
-        if self.lost:
-            raise SessionError(self.lost)
+        if self.lost or self.mixed:
+            raise SessionError(self.lost or self.mixed)
         self._gather()  # what an interruption has left owed, on all ranks alike
 
     def rest(self) -> None:
@@ -185,6 +190,8 @@ class Stepper:
 
         A rank that lacks a step of which it has no gradients loses the trainer.
         """
+        if self.mixed:
+            return
         most, settled, _ = max(standings, key=lambda standing: standing[0].num_steps)
         if isinstance(self.model, ShardedUpdate):
             self.model.owed = any(owed or phase.num_steps != most.num_steps for phase, _, owed in standings)
@@ -218,10 +225,18 @@ class Stepper:
             self.scheduler.step()
 
     def _step_optimizer(self) -> None:
-        if "optimizer" in (self.layout.plan.offload or ()):
-            offload.step(self.optimizer, is_elementwise(self.optimizer))
-        else:
-            self.optimizer.step()
+        try:
+            if "optimizer" in (self.layout.plan.offload or ()):
+                offload.step(self.optimizer, is_elementwise(self.optimizer))
+            else:
+                self.optimizer.step()
+        except BaseException as problem:  # nobody knows which parameters it has stepped
+            self.mixed = (
+                f"the optimizer raised in step {self.phase.step} ({first_line(problem)}): some weights may be a step "
+                "ahead of others; load a checkpoint (trainer.load), or make the model and the trainer again"
+            )
+            self._snapshot, self.phase = None, Phase(Stage.STEPPED, self.phase.num_steps)
+            raise
 
     def _gather(self) -> None:
         if isinstance(self.model, ShardedUpdate):
@@ -278,7 +293,9 @@ class Stepper:
         used = self._divisor
         with recorder().span(EventKind.COLLECTIVE, name="all-reduce of the loss"):
             everyone, copies = self.layout.everyone, self.layout.plan.tp
-            totals = tally.reduce(everyone, used, self.phase.step, squares, marks, copies=copies)
+            totals = tally.reduce(
+                everyone, used, self.phase.step, squares, marks, copies=copies, trainer=self.number, rate=self._rate
+            )
         if not totals.agreed:  # one that only some ranks took over would scale gradients wrongly
             self.reference = 1.0
             self.scaling = None if self.scaling is None else Scaling()
@@ -294,6 +311,13 @@ class Stepper:
         if scaling is not None:
             scaling = scaling.after(skipped)
         return Settled(totals.mean, factor, totals.weight, norm, totals.marks, skipped, scaling)
+
+    @property
+    def _rate(self) -> float:
+        """What learning rates have in common on all ranks; the stages of a pipeline may have groups of their own."""
+        if self.layout.stages is not None:
+            return 0.0
+        return sum(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups)
 
     @property
     def _divisor(self) -> float:
@@ -320,8 +344,12 @@ class Stepper:
 
     def _recover(self, problem: BaseException) -> None:
         """After an exception: as if the step had not begun, unless another rank may have ended it."""
+        if self.mixed:
+            live.doubt()
+            return
         cut_off = isinstance(problem, (KeyboardInterrupt, RuntimeError)) and not isinstance(problem, NbtrainError)
         if self.phase.stage is Stage.READY and cut_off and self.layout.everyone is not None:
+            live.doubt()
             return  # the gradients are final: `agree` or the next step tells what becomes of them
         if self.layout.pipeline is not None:
             self.layout.pipeline.recover()

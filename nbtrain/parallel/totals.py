@@ -4,8 +4,8 @@ Who passes it knows that every rank holds its final gradients. It carries all th
 
 ::
 
-    [ loss | weight | chunks | ignored | ignored^2 | 1 | reference | reference^2 | step | step^2 | squares of gradients
-      | marks ]
+    [ loss | weight | chunks | ignored | ignored^2 | 1 | reference | reference^2 | step | step^2 | trainer | trainer^2
+      | rate | rate^2 | squares of gradients | marks ]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.errors import BatchError, SessionError
+from nbtrain.errors import BatchError, SessionError, UsageError
 from nbtrain.parallel.exchange import all_reduce
 from nbtrain.parallel.loss import Loss
 
@@ -63,6 +63,8 @@ class Tally:
         square_sum: torch.Tensor | float = 0.0,
         marks: Sequence[float] = (),
         copies: int = 1,
+        trainer: int = 0,
+        rate: float = 0.0,
     ) -> Totals:
         """Sums over the group's ranks, and waits for them. Without a group it moves nothing.
 
@@ -73,21 +75,26 @@ class Tally:
             square_sum: Of this rank's gradients.
             marks: One for each parameter that ranks may or may not use; as many on every rank.
             copies: How many ranks have the same batch, and count the same loss.
+            trainer: Whose step it is.
+            rate: What the optimizer's learning rates sum to.
         """
         self._add_up()
-        vector = torch.cat([self._sums, self._row(1.0, reference, reference**2, step, step**2, square_sum, *marks)])
+        alike = [square for one in (reference, step, trainer, rate) for square in (one, one**2)]
+        vector = torch.cat([self._sums, self._row(1.0, *alike, square_sum, *marks)])
         if group is not None:
             all_reduce(vector, group)
         loss_sum, weight, *rest = vector.tolist()
-        ranks, references, squares, steps, step_squares, total_squares, *totals = rest[3:]
-        agreed = not (_spread(ranks, references, squares) or _spread(ranks, steps, step_squares))
-        uneven = _spread(*rest[0:3])
-        return Totals(loss_sum / copies, weight / copies, total_squares, totals, uneven, agreed, self._cure)
+        uneven, ranks = _spread(*rest[0:3]), rest[3]
+        apart = [_spread(ranks, *rest[begin : begin + 2]) for begin in (4, 6, 8, 10)]
+        agreed, crossed, rates_differ = not (apart[0] or apart[1]), apart[2], apart[3]
+        total_squares, *reached = rest[12:]
+        mean = loss_sum / copies, weight / copies
+        return Totals(*mean, total_squares, reached, uneven, agreed, crossed, rates_differ, self._cure)
 
     def _row(self, *values: Any) -> torch.Tensor:
         if not any(isinstance(value, torch.Tensor) for value in values):
             return torch.tensor(values, dtype=self._dtype, device=self._sums.device)
-        return torch.stack([torch.as_tensor(value).to(self._sums) for value in values])
+        return torch.stack([torch.as_tensor(value, dtype=self._dtype, device=self._sums.device) for value in values])
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,8 @@ class Totals:
         marks: For each parameter, how many ranks reached it.
         uneven: Whether means were taken over shares with different numbers of ignored targets.
         agreed: Whether all ranks took the same step and divided by the same reference.
+        crossed: Whether ranks are in steps of different trainers.
+        rates_differ: Whether their optimizers have different learning rates.
         cure: What to return in the place of an uneven mean, as this rank saw it; "" where it saw none.
     """
 
@@ -110,6 +119,8 @@ class Totals:
     marks: list[float]
     uneven: bool
     agreed: bool
+    crossed: bool = False
+    rates_differ: bool = False
     cure: str = ""
 
     @property
@@ -122,7 +133,10 @@ class Totals:
         Raises:
             BatchError: Nothing counts, or means are over different numbers of targets.
             SessionError: Ranks did not end the last step together.
+            UsageError: They are in steps of different trainers, or their learning rates differ.
         """
+        if self.crossed:
+            raise UsageError("ranks are in steps of different trainers; make every rank step the same one")
         if not self.agreed:
             raise SessionError("an interruption left ranks a step apart; call trainer.step again: ranks agree now")
         if self.weight < 0:
@@ -131,6 +145,11 @@ class Totals:
             raise BatchError(
                 "nothing in the global batch counts: its weight is 0, and the mean loss 0/0; give a batch with a "
                 "sample or valid token on some rank"
+            )
+        if self.rates_differ:
+            raise UsageError(
+                "learning rates differ between ranks, on which weights would drift apart; set them alike on all ranks "
+                "(trainer.optimizer.param_groups), or load a checkpoint"
             )
         if self.uneven:
             raise BatchError(

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from nbtrain.errors import UsageError, nearest
 from nbtrain.parallel import live, shard
 from nbtrain.parallel.batch import Batch
-from nbtrain.parallel.cell import require_all_ranks
+from nbtrain.parallel.cell import on_all_ranks, require_all_ranks
 from nbtrain.parallel.checkpoint.disk import Disk
 from nbtrain.parallel.evaluation import evaluate
 from nbtrain.parallel.holdings import bucket_text, holdings, holdings_text, measured
@@ -154,11 +154,12 @@ class Trainer:
             GradientError: With ``grad_clip``: the norm is not finite. With fp16: no scale makes it finite.
         """
         require_all_ranks("Trainer.step")
+        self._stepper.layout.begin_round()
         share = Batch.of(batch, named)
         with live.together(alone=self._stepper.layout.everyone is None), recorder().only_of(self):
             self._stepper.require_whole()  # else a rank that lost it would begin a collective alone
             layout, problem = self._stepper.layout, self._stepper.changes()
-            require_same_batch(share, f"Trainer.step of {self._model_name}", layout, self._device, problem)
+            require_same_batch(share, self._doing("step"), layout, self._device, problem)
             return self._scalar(self._stepper.step(share.to(self._device), self._accumulate))
 
     def evaluate(self, batches: Iterable[Any]) -> torch.Tensor:
@@ -174,12 +175,13 @@ class Trainer:
             BatchError: Ranks have different numbers of batches, or nothing in them counts.
         """
         require_all_ranks("Trainer.evaluate")
+        self._stepper.layout.begin_round()
         stepper = self._stepper
         with live.together(alone=stepper.layout.everyone is None):
             stepper.require_whole()
-            doing = f"Trainer.evaluate of {self._model_name}"
+            doing = self._doing("evaluate")
             return self._scalar(
-                evaluate(self.model, stepper.watched_loss, batches, doing, stepper.layout, self._device)
+                evaluate(self.model, stepper.watched_loss, batches, doing, stepper.number, stepper.layout, self._device)
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,7 +191,8 @@ class Trainer:
         """
         require_all_ranks("Trainer.state_dict")
         layout = self._stepper.layout
-        if layout.shards or layout.shards_update or layout.peers is not None or layout.stages is not None:
+        parted = layout.shards or layout.shards_update or layout.peers is not None or layout.stages is not None
+        if parted or self._stepper.mixed:
             self._stepper.require_whole()
         return full_state_dict(self.model, layout)
 
@@ -241,7 +244,8 @@ class Trainer:
         """
         from nbtrain.parallel.checkpoint.saving import save  # DCP takes half a second to import
 
-        return save(self, directory, keep=keep, blocking=blocking, extra=extra)
+        with on_all_ranks("Trainer.save", self._stepper.number):
+            return save(self, directory, keep=keep, blocking=blocking, extra=extra)
 
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
         """Takes over what `save` wrote, by any plan and on any number of ranks. Collective.
@@ -264,7 +268,8 @@ class Trainer:
         """
         from nbtrain.parallel.checkpoint.loading import load
 
-        return load(self, path, strict=strict)
+        with on_all_ranks("Trainer.load", self._stepper.number):
+            return load(self, path, strict=strict)
 
     def export_weights(self, path: str | os.PathLike[str]) -> None:
         """Writes the whole model to one safetensors file, under its own names. Collective.
@@ -276,7 +281,8 @@ class Trainer:
         """
         from nbtrain.parallel.checkpoint.weights import export_weights
 
-        export_weights(self, path)
+        with on_all_ranks("Trainer.export_weights", self._stepper.number):
+            export_weights(self, path)
 
     def import_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Takes the model's weights from one safetensors file; each rank reads its part. Collective.
@@ -292,7 +298,8 @@ class Trainer:
         """
         from nbtrain.parallel.checkpoint.weights import import_weights
 
-        import_weights(self, path, strict=strict)
+        with on_all_ranks("Trainer.import_weights", self._stepper.number):
+            import_weights(self, path, strict=strict)
 
     def replan(self, plan: Plan | str, *, via: str = "auto", probe: Any = None) -> None:
         """Lays the model out by another plan, between two steps. Collective; the number of ranks stays.
@@ -320,7 +327,8 @@ class Trainer:
             PlanError, ModelError, OptimizerError, BatchError, UsageError: Plan, model, optimizer, a loader or what is
                 around the trainer cannot take it; nothing was changed.
         """
-        replan(self, plan, via, probe, (sys._getframe(1).f_globals,))
+        with on_all_ranks("Trainer.replan", self._stepper.number):
+            replan(self, plan, via, probe, (sys._getframe(1).f_globals,))
 
     def memory(self) -> dict[str, int]:
         """Measured bytes on this rank: ``{"parameters", "gradients", "optimizer", "buffers"}``."""
@@ -364,6 +372,9 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"<Trainer of {self._model_name}: {self.plan}, {self.num_steps} steps done>"
+
+    def _doing(self, what: str) -> str:
+        return f"Trainer.{what} of {self._model_name} (trainer {self._stepper.number})"
 
     @property
     def _model_name(self) -> str:

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from nbtrain.errors import UsageError
+from nbtrain.parallel.cell import call
+
 _CPU = torch.device("cpu")
 BATCH_BYTES = 64 * 2**20
 """Tensors travel together, up to so many bytes: a message of its own for each would be most of the time."""
@@ -59,6 +62,23 @@ def gather(thing: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, thing)
     return everyone
+
+
+def gather_in_call(thing: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """`gather` among ranks of ``group`` that must all be in one call: what others send would make no sense.
+
+    Raises:
+        UsageError: They are not. On every rank.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (call(), thing), group=group)
+    calls = [name for name, _ in everyone]
+    if apart := next((rank for rank, name in enumerate(calls) if name != calls[0]), None):
+        raise UsageError(
+            f"rank {apart} is in {calls[apart] or 'another call'}, and rank 0 in {calls[0] or 'another call'}; make "
+            "every rank come to the same calls in one order"
+        )
+    return [thing for _, thing in everyone]
 
 
 def broadcast(thing: Any, source: int) -> Any:

@@ -36,6 +36,7 @@ from nbtrain.errors import OptimizerError, UsageError
 from nbtrain.parallel.bucket import Bucket, Placement, dealt, in_buckets, side_by_side
 from nbtrain.parallel.exchange import Finish, begin_all_gather, begin_reduce_scatter, part
 from nbtrain.parallel.mesh import data_mesh
+from nbtrain.parallel.messages import begin_round
 from nbtrain.parallel.replicate import Replica
 from nbtrain.parallel.usage import Usage
 
@@ -60,7 +61,7 @@ class ShardedUpdate(Replica):
         self._bucket_mb = bucket_mb
         self.owed = self.shares = False
         self._is_reducing = True
-        self._attempt = 1  # of two backwards with an exception between them, no message of one is taken for the other's
+        self._is_open = False  # whether a backward of an own loop has begun to reduce
         self._begun: list[Finish] = []
         self._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
         self.usage = _PieceUsage(self._trained, self)
@@ -73,7 +74,7 @@ class ShardedUpdate(Replica):
             whole: Each parameter in one part, in one bucket a dtype; else parts cut parameters, and buckets are filled
                 in the order in which gradients arrive.
         """
-        group, self.whole = self._shard_group, whole
+        group, self.whole = self.shard_group, whole
         cuts = in_buckets(self._trained, float("inf") if whole else self._bucket_mb)
         self._buckets = [Bucket(cut, _placed(cut, group.size(), whole), group.size(), group.rank()) for cut in cuts]
         places = {
@@ -212,13 +213,11 @@ class ShardedUpdate(Replica):
 
     def unwrap(self) -> None:
         self._is_reducing = True
-        self._attempt += 1
         self._rest()
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         vars(self).pop("_groups", None)
         self.unwrap()
-        self._attempt = 1  # ranks count those that they saw; no old message comes by a new group
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         for bucket in self._buckets:
@@ -240,18 +239,27 @@ class ShardedUpdate(Replica):
         bucket, slot = self._places[index]
         bucket.take(slot)
         if self._is_reducing:
+            self._open()
             bucket.waiting.discard(slot)
             self._begin()
+
+    def _open(self) -> None:
+        """Ranks number their exchanges alike again, where an exception has ended the last backward of an own loop; the
+        steps of a Trainer do so by themselves."""
+        if not (self._is_open or self.shares):
+            begin_round([self.shard_group])
+        self._is_open = True
 
     def _begin(self) -> None:
         """Begins to reduce the buckets that are full and have no unfinished one before them: the same on all ranks."""
         for bucket in self._buckets[len(self._begun) :]:
             if bucket.waiting:
                 return
-            self._begun.append(begin_reduce_scatter(bucket.gradients, self._shard_group, self._attempt))
+            self._begun.append(begin_reduce_scatter(bucket.gradients, self.shard_group))
 
     def _complete(self) -> None:
         """At the end of backward: what it did not reach counts as zeros; all buckets are reduced."""
+        self._open()
         for bucket in self._buckets[len(self._begun) :]:
             bucket.complete()
         self._begin()
@@ -268,29 +276,31 @@ class ShardedUpdate(Replica):
         self._rest()
 
     def _average(self) -> None:
-        parts = [part(bucket.gradients, self._shard_group) for bucket in self._buckets]
+        parts = [part(bucket.gradients, self.shard_group) for bucket in self._buckets]
         replicas = self._replica_group
         if replicas.size() > 1:
             works = [dist.all_reduce(own, group=replicas, async_op=True) for own in parts]
             for work in works:
                 work.wait()
         for own in parts:
-            own.div_(self._shard_group.size() * replicas.size())
+            own.div_(self.shard_group.size() * replicas.size())
 
     def _all_gather(self, buffers: list[torch.Tensor]) -> None:
-        finishes = [begin_all_gather(buffer, self._shard_group, self._attempt) for buffer in buffers]
+        finishes = [begin_all_gather(buffer, self.shard_group) for buffer in buffers]
         for finish in finishes:
             finish()
 
     def _rest(self) -> None:
         """No backward is under way."""
+        self._is_open = False
         self._begun.clear()
         self._reached.clear()
         for bucket in self._buckets:
             bucket.expect()
 
     @property
-    def _shard_group(self) -> dist.ProcessGroup:
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that share the update."""
         return self._all_groups[0]
 
     @property

@@ -39,10 +39,10 @@ def test_what_one_rank_no_longer_waits_for_may_arrive(begin: Callable[..., Finis
     def on_rank() -> tuple[int, int, float]:
         rank, numbers = dist.get_rank(), torch.ones(4)
         if rank == 0:
-            begin(torch.zeros(2000), world(), 1)
+            begin(torch.zeros(2000), world())
         dist.barrier()
         if rank == 1:
-            begin(torch.zeros(2000), world(), 1)
+            begin(torch.zeros(2000), world())
         dist.barrier()
         left = num_left(world())
         all_reduce(numbers, world())
@@ -54,8 +54,8 @@ def test_what_one_rank_no_longer_waits_for_may_arrive(begin: Callable[..., Finis
 def test_an_exchange_that_ends_lets_go_of_those_before_it_only() -> None:
     def on_rank() -> tuple[int, int, float]:
         mine = torch.ones(4)
-        earlier = begin_all_gather(torch.zeros(4), world(), 1)
-        begin_all_gather(torch.zeros(4), world(), 2)
+        earlier = begin_all_gather(torch.zeros(4), world())
+        begin_all_gather(torch.zeros(4), world())
         earlier()  # began before: a message of the other may still be on its way
         left = num_left(world())
         all_reduce(mine, world())
@@ -128,6 +128,50 @@ def test_what_was_sent_is_kept_until_it_is_taken(schedule: str, num_ranks: int, 
     for sent, kept in run_ranks(on_rank, num_ranks):
         assert 0 < sent <= most
         assert kept <= 2 * most
+
+
+@pytest.mark.parametrize("other", [16, 12])
+def test_what_a_backward_left_is_taken_by_no_other_models_gradients(other: int) -> None:
+    """Ranks raise in different layers, so that one has begun to reduce and one has not."""
+
+    def on_rank() -> None:
+        fails = [-1]
+
+        class Layer(nn.Module):
+            def __init__(self, number: int, width: int) -> None:
+                super().__init__()
+                self.number, self.linear = number, nn.Linear(width, width)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                def check(gradient: torch.Tensor) -> None:
+                    if fails[0] == self.number:
+                        raise Fault
+
+                y = self.linear(x).tanh()
+                if y.requires_grad:
+                    y.register_hook(check)
+                return y
+
+        def trainer_of(width: int) -> nt.Trainer:
+            torch.manual_seed(0)
+            make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+            model = nn.Sequential(*(Layer(number, width) for number in range(4)))
+            plan = nt.Plan(zero=1, bucket_mb=0.0005)
+            return nt.Trainer(model, plan, optimizer=make, loss_fn=nn.functional.mse_loss)
+
+        def step(trainer: nt.Trainer, width: int) -> torch.Tensor:
+            return trainer.step(torch.ones(4, width), torch.zeros(4, width))
+
+        broken, undisturbed, second = trainer_of(16), trainer_of(16), trainer_of(other)
+        for _ in range(3):
+            fails[0] = 0 if dist.get_rank() == 0 else 3
+            with pytest.raises(Fault):
+                step(broken, 16)
+            fails[0] = -1
+            step(second, other)
+            assert step(broken, 16) == step(undisturbed, 16)
+
+    run_ranks(on_rank, 2, timeout=30)
 
 
 class Wide(nn.Module):

@@ -320,7 +320,9 @@ def test_errors_say_what_to_type() -> None:
         first = rank() == 0
         apart = lambda: trainer.step(x, y) if first else trainer.evaluate([(x, y)])  # noqa: E731
         where = "step" if first else "evaluate"
-        refused(UsageError, f"do not all do the same with it: rank {rank()} is in Trainer.{where} of Net; make", apart)
+        refused(
+            UsageError, f"do not all do the same with it: rank {rank()} is in Trainer.{where} of Net (trainer", apart
+        )
         check(trainer, made())  # errors have changed nothing
 
     run_ranks(on_rank, 2)

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import models
@@ -10,9 +11,10 @@ import torch
 from parity import rank, world_size
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import nbtrain as nt
-from nbtrain.errors import SessionError
+from nbtrain.errors import SessionError, UsageError
 from nbtrain.interrupts import uninterrupted
 from nbtrain.parallel.phase import Phase, Stage
 
@@ -99,7 +101,7 @@ def test_after_an_exception_training_goes_on_as_if_nothing_happened(spec: str, r
         torch.testing.assert_close(trainer.state_dict(), undisturbed.state_dict())
 
     def on_rank() -> None:
-        for place in ("first forward", "forward", "backward", "second chunk", "loss", "optimizer"):
+        for place in ("first forward", "forward", "backward", "second chunk", "loss"):
             at(place)
 
     run_ranks(on_rank, ranks)
@@ -124,7 +126,7 @@ class fault:  # reads as a word where it is used
 
     def __init__(self, trainer: nt.Trainer, place: str) -> None:
         self._trainer, self._place = trainer, place
-        self._loss_fn, self._step = trainer._stepper.loss_fn, trainer.optimizer.step
+        self._loss_fn = trainer._stepper.loss_fn
         self._calls = 0
 
     def __enter__(self) -> None:
@@ -132,12 +134,10 @@ class fault:  # reads as a word where it is used
         Raises.armed = self._place == "backward"
         if self._place in ("loss", "second chunk"):
             self._trainer._stepper.loss_fn = self._failing_loss
-        if self._place == "optimizer":
-            self._trainer.optimizer.step = self._fail
 
     def __exit__(self, *error: object) -> None:
         self._model().fail_in, Raises.armed = "", False
-        self._trainer._stepper.loss_fn, self._trainer.optimizer.step = self._loss_fn, self._step
+        self._trainer._stepper.loss_fn = self._loss_fn
 
     def _model(self) -> Any:
         return getattr(self._trainer.model, "module", self._trainer.model)
@@ -148,8 +148,103 @@ class fault:  # reads as a word where it is used
             raise Fault
         return models.token_mean(*args)
 
-    def _fail(self) -> None:
-        raise Fault
+
+class Halting(torch.optim.SGD):
+    """Raises when it has stepped half of its parameters, as one does that runs out of memory."""
+
+    armed = False
+
+    def step(self, closure: Any = None) -> None:
+        held = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        for index, parameter in enumerate(held):
+            if self.armed and index == len(held) // 2:
+                raise RuntimeError("out of memory, as it were")
+            parameter.data.add_(parameter.grad, alpha=-0.1)  # which no version counter sees
+
+
+@pytest.mark.parametrize("spec", ["zero=0", "zero=3", "zero=0,pp=2,num_microbatches=2"])
+@pytest.mark.parametrize("who", [(0,), (0, 1)])
+def test_an_optimizer_that_raises_leaves_a_mixture_that_nobody_uses(
+    spec: str, who: tuple[int, ...], tmp_path: Path
+) -> None:
+    def on_rank() -> None:
+        torch.manual_seed(0)
+        make = {"optimizer": lambda params: Halting(params, lr=0.1), "loss_fn": models.token_mean}
+        trainer = nt.Trainer(Faulty(), nt.Plan.parse(spec), **make)
+        ids = torch.randint(models.V, (4, models.T), generator=torch.Generator().manual_seed(1))
+        first = trainer.step(ids, ids)
+        saved = trainer.save(tmp_path / "run").path
+        Halting.armed = rank() in who
+        try:
+            trainer.step(ids, ids)
+        except RuntimeError:
+            assert rank() in who
+        Halting.armed = False
+        uses = [trainer.state_dict, lambda: trainer.save(tmp_path), lambda: trainer.replan("zero=1")]
+        uses += [lambda: trainer.step(ids, ids), lambda: trainer.evaluate([(ids, ids)])]
+        for use in uses if len(who) == 2 else ():  # another rank would wait in them
+            with pytest.raises(SessionError, match=r"raised in step 2 \(RuntimeError: out of memory.*trainer\.load"):
+                use()
+        trainer.load(saved)
+        assert trainer.num_steps == 1
+        second = trainer.step(ids, ids)
+        assert second < first
+        trainer.load(saved)
+        assert trainer.step(ids, ids) == second
+
+    run_ranks(on_rank, 2)
+
+
+def test_fsdp_completes_itself_whatever_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_rank() -> None:
+        trainer, undisturbed = trainer_of("zero=3"), trainer_of("zero=3")
+        complete = FSDPParam.init_dtype_attrs
+
+        def interrupted(self: Any, *args: Any) -> None:
+            monkeypatch.setattr(FSDPParam, "init_dtype_attrs", complete)
+            signal.raise_signal(signal.SIGINT)
+            complete(self, *args)
+
+        monkeypatch.setattr(FSDPParam, "init_dtype_attrs", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(*batch(0))
+        assert trainer.step(*batch(0)) == undisturbed.step(*batch(0))
+
+    run_ranks(on_rank, 2)
+
+
+def test_ranks_in_steps_of_different_trainers_are_told() -> None:
+    def on_rank() -> None:
+        for spec in ("zero=0", "zero=1", "zero=0,pp=2,num_microbatches=2"):
+            first, second = trainer_of(spec), trainer_of(spec)
+            ids = torch.randint(models.V, (4, models.T), generator=torch.Generator().manual_seed(1))
+            mine = first if rank() == 0 else second
+            with pytest.raises(UsageError, match=r"steps of different trainers|do not all do the same"):
+                mine.step(ids, ids)
+            with pytest.raises(UsageError, match=r"steps of different trainers|do not all do the same"):
+                mine.evaluate([(ids, ids)])
+            with pytest.raises(
+                UsageError, match=r"rank 1 is in Trainer.save of trainer \d+, and rank 0 in Trainer.save of"
+            ):
+                mine.save("nowhere")
+            assert first.step(ids, ids) == second.step(ids, ids)
+
+    run_ranks(on_rank, 2)
+
+
+def test_learning_rates_that_differ_between_ranks_are_told() -> None:
+    def on_rank() -> None:
+        trainer = trainer_of("zero=1")
+        trainer.step(*batch(0))
+        before = trainer.state_dict()
+        trainer.optimizer.param_groups[0]["lr"] = 0.1 if rank() else 0.2
+        with pytest.raises(UsageError, match="learning rates differ between ranks"):
+            trainer.step(*batch(1))
+        torch.testing.assert_close(trainer.state_dict(), before, rtol=0, atol=0)
+        trainer.optimizer.param_groups[0]["lr"] = 0.05
+        trainer.step(*batch(1))
+
+    run_ranks(on_rank, 2)
 
 
 def test_an_interrupt_is_delivered_behind_the_optimizer() -> None:

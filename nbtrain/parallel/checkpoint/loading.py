@@ -19,9 +19,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from nbtrain.errors import CheckpointError, OptimizerError
+from nbtrain.errors import CheckpointError, OptimizerError, SessionError
 from nbtrain.parallel import gradients, mesh
-from nbtrain.parallel.cell import require_all_ranks
 from nbtrain.parallel.checkpoint import contents, folder, storage
 from nbtrain.parallel.checkpoint.contents import class_name, model_item, parameter_names, state_item
 from nbtrain.parallel.checkpoint.disk import Position, matched, spelled
@@ -55,6 +54,9 @@ _PARTLY = "was loaded in part"
 Opened = tuple[Manifest, storage.Reader, "Metadata", dict[str, Any]]
 """Of a checkpoint: manifest, files, their table, and what is no tensor."""
 
+Answer = tuple[Misfit, set[str], bool]
+"""Of a rank: what does not fit, which names it knows, and whether what it holds is of one step."""
+
 State = dict[torch.Tensor, dict[str, Any]]
 """An optimizer's, by parameter."""
 
@@ -78,23 +80,25 @@ class Fit:
 
 def load(trainer: Trainer, path: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
     """`Trainer.load`."""
-    require_all_ranks("Trainer.load")
     stepper = trainer._stepper
-    if _PARTLY not in stepper.lost:
-        stepper.require_whole()  # after a rank's death not every rank has the trainer
+    if stepper.lost:
+        raise SessionError(stepper.lost)  # after a rank's death not every rank has the trainer
     settle(trainer)
     stepper._drop()
     where, opened, fit, answers = _agreed(trainer, Path(os.path.abspath(path)))
     manifest, reader, table, facts = opened
-    _require_fit(where, manifest, answers, strict)
+    mixed = any(answer[2] for answer in answers)
+    _require_fit(where, manifest, answers, strict or mixed)  # what a part leaves would not be of one step
+    if not mixed:
+        stepper.require_whole()  # gathers what an interruption has left owed
     _read(trainer, where, reader, table, fit)
     _take(trainer, manifest, facts, fit)
-    if manifest.trainer and not any(misfit for misfit, _ in answers):
+    if manifest.trainer and not any(misfit for misfit, *_ in answers):
         trainer._disk.trainer_id = manifest.trainer  # goes on with what that one began
     return dict(facts["extra"])
 
 
-def _agreed(trainer: Trainer, path: Path) -> tuple[Path, Opened, Fit, list[tuple[Misfit, set[str]]]]:
+def _agreed(trainer: Trainer, path: Path) -> tuple[Path, Opened, Fit, list[Answer]]:
     """The same checkpoint on every rank, what this one takes of it, and what fits each. Collective.
 
     Rank 0 says which; the others look at the one that they find meanwhile: another only while somebody saves.
@@ -103,7 +107,7 @@ def _agreed(trainer: Trainer, path: Path) -> tuple[Path, Opened, Fit, list[tuple
     while True:
         opened, fit, found = (None, None, problem) if where is None else _looked_at(trainer, where)
         place = None if where is None else os.path.relpath(where, path)
-        answers = gather((place, found, fit and (fit.misfit, fit.names)))
+        answers = gather((place, found, fit and (fit.misfit, fit.names, bool(trainer._stepper.mixed))))
         places = [answer[0] for answer in answers]
         if places[0] is None:
             raise CheckpointError(f"nothing was loaded: {answers[0][1]}")
@@ -306,10 +310,10 @@ def _room(
     return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
 
-def _require_fit(where: Path, manifest: Manifest, answers: list[tuple[Misfit, set[str]]], strict: bool) -> None:
+def _require_fit(where: Path, manifest: Manifest, answers: list[Answer], strict: bool) -> None:
     """Raises on all ranks alike."""
-    misfit = Misfit.of_all(found for found, _ in answers)
-    known = set().union(*(names for _, names in answers))
+    misfit = Misfit.of_all(found for found, *_ in answers)
+    known = set().union(*(names for _, names, _ in answers))
     unknown = [name for name in (*manifest.tensors, *manifest.extra_states) if name not in known]
     if unknown:
         misfit.gaps.append(f"the model has no {listed(unknown)}")
@@ -319,11 +323,11 @@ def _require_fit(where: Path, manifest: Manifest, answers: list[tuple[Misfit, se
 def _read(trainer: Trainer, where: Path, reader: storage.Reader, table: Metadata, fit: Fit) -> None:
     """From here on the trainer changes: what fails leaves a mixture, which no step may use."""
     stepper = trainer._stepper
-    stepper.lost = f"{where} {_PARTLY}; load it again, or another one"
+    stepper.mixed = f"{where} {_PARTLY}; load it again, or another one"
     with torch.no_grad():
         _, problem = attempt(lambda: storage.read(reader, table, fit.wanted))
     require_all(f"{where} {_PARTLY}, and no step can be taken until a load succeeds", gather(problem))
-    stepper.lost = ""
+    stepper.mixed = ""
 
 
 def _take(trainer: Trainer, manifest: Manifest, facts: Mapping[str, Any], fit: Fit) -> None:

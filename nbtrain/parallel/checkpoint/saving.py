@@ -251,7 +251,6 @@ def save(
     extra: Mapping[str, Any] | None = None,
 ) -> Saving:
     """`Trainer.save`."""
-    require_all_ranks("Trainer.save")
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r} must be a number of checkpoints of at least 1, or None for all")
     trainer._stepper.require_whole()

@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 
 
 def gather(thing: Any) -> list[Any]:
-    """``thing`` of every rank, by rank. Collective."""
-    return transfer.gather(thing) if dist.is_initialized() else [thing]
+    """``thing`` of every rank, by rank. Collective; raises `UsageError` where ranks are in different calls."""
+    return transfer.gather_in_call(thing) if dist.is_initialized() else [thing]
 
 
 def attempt(work: Callable[[], Result]) -> tuple[Result | None, str]:

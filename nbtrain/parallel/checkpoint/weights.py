@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from nbtrain.errors import CheckpointError
 from nbtrain.parallel import mesh
-from nbtrain.parallel.cell import require_all_ranks
 from nbtrain.parallel.checkpoint import safetensors, storage
 from nbtrain.parallel.checkpoint.contents import parameter_names
 from nbtrain.parallel.checkpoint.numbers import fits
@@ -34,7 +33,6 @@ _SEVERAL = (
 
 def export_weights(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     """`Trainer.export_weights`."""
-    require_all_ranks("Trainer.export_weights")
     stepper = trainer._stepper
     stepper.require_whole()
     held = held_parameters(trainer.model, stepper.layout)
@@ -57,7 +55,6 @@ def export_weights(trainer: Trainer, path: str | os.PathLike[str]) -> None:
 
 def import_weights(trainer: Trainer, path: str | os.PathLike[str], *, strict: bool = True) -> None:
     """`Trainer.import_weights`."""
-    require_all_ranks("Trainer.import_weights")
     stepper = trainer._stepper
     stepper.require_whole()
     held = held_parameters(trainer.model, stepper.layout)

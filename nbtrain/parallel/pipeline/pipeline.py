@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,11 +44,6 @@ from nbtrain.plan import Plan
 from nbtrain.plan.pipeline import num_microbatches
 from nbtrain.planner.schedule import Schedule
 from nbtrain.planner.schedules import forward_only, make_schedule
-
-_runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Schedules that were begun on a group, by whatever model: ranks number messages by it, so that none of a schedule that
-ended in the middle is taken for one of a later."""
-
 
 Finish = Callable[[Loss, bool], torch.Tensor | None]
 """From a loss, and whether its samples are a stand-in, to what backward begins with."""
@@ -86,6 +79,7 @@ class Pipeline:
         self._passages: dict[Any, list[Passage]] = {}
         self._runtimes: dict[tuple[bool, int], Runtime] = {}
         self._modes: tuple[bool, ...] = ()
+        self._kind = repr((layout.plan, partition.begins))  # by which pipelines of one group are told apart
         self._begun = 0
         self._is_real = False  # whether any microbatch of the step had a sample
         self.ties = Ties([])
@@ -95,7 +89,7 @@ class Pipeline:
 
     def backward(self, chunk: Batch, loss_fn: LossFn | None, divisor: float, tally: Tally, stand_in: StandIn) -> None:
         """Forward and backward of one accumulation chunk; adds to gradients, and on the last stage to ``tally``."""
-        messages = self._messages()
+        messages = Messages(self._group)
         if self._begun == 0:
             reduction.hold_back(self._model, self._layout)
         finish = functools.partial(_rooted, divisor, tally)
@@ -110,14 +104,14 @@ class Pipeline:
             self.usage.note(reduction.found_gradients(self._model, self._layout, self.usage.parameters))
         self._begun, self._is_real = 0, False
         if not self._layout.shards:
-            self.ties.sum_gradients(self._group, self._tag)
+            self.ties.sum_gradients(self._group)
         reduction.reduce(self._model, self._layout, bucket_mb)
         if self._layout.shards:
-            self.ties.sum_gradients(self._group, self._tag)
+            self.ties.sum_gradients(self._group)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn | None, tally: Tally, stand_in: StandIn) -> None:
         """Adds the losses of a batch to ``tally`` on the last stage. No gradients."""
-        messages = self._messages()
+        messages = Messages(self._group)
         finish = functools.partial(_added, tally)
         self._run(self._cut(batch, self._layout.plan.pp, loss_fn, stand_in, finish), messages, backward=False)
 
@@ -131,25 +125,10 @@ class Pipeline:
         vars(self).pop("_group", None)
         self.recover()
 
-    def _messages(self) -> Messages:
-        """First of all: ranks that raise on their way to the schedule have begun it, too."""
-        _runs[self._group] = _runs.get(self._group, 0) + 1
-        return Messages(self._group)
-
-    @functools.cached_property
-    def _kind(self) -> int:
-        """By which pipelines of one group are told apart, the same on all ranks."""
-        return zlib.crc32(repr((self._layout.plan, self.partition.begins)).encode()) % 2**7
-
-    @property
-    def _tag(self) -> int:
-        # messages of another plan never meet these: gloo ends the process where sizes differ
-        return _runs[self._group] % 2**22 * 2**7 + self._kind
-
     def _run(self, microbatches: Sequence[Microbatch], messages: Messages, *, backward: bool) -> None:
         runtime = self._runtime(backward, len(microbatches))
         for stage in runtime.held:
-            stage.begin(microbatches, messages, self._tag, backward=backward)
+            stage.begin(microbatches, messages, self._kind, backward=backward)
         try:
             runtime.run()
         except BaseException:

@@ -89,10 +89,10 @@ class Stage(_PipelineStageBase):
         self._num_waits = self._tag = 0
         self._messages: Messages | None = None
 
-    def begin(self, microbatches: Sequence[Microbatch], messages: Messages, tag: int, *, backward: bool) -> None:
-        """Before a run of the schedule, whose ``messages`` carry ``tag``: those of another are never taken for them."""
+    def begin(self, microbatches: Sequence[Microbatch], messages: Messages, kind: str, *, backward: bool) -> None:
+        """Before a run of the schedule, which ``messages`` are of; ``kind`` tells pipelines apart."""
         self._microbatches, self._boxes = microbatches, _Boxes()
-        self._messages, self._tag = messages, tag
+        self._messages, self._tag = messages, messages.tag((kind, backward))
         self._sent.clear()
         self.chunks = len(microbatches)
         self.has_backward = backward

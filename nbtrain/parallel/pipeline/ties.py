@@ -15,6 +15,7 @@ from torch import nn
 
 from nbtrain.events import EventKind
 from nbtrain.parallel.local import local
+from nbtrain.parallel.messages import Messages
 from nbtrain.telemetry.timeline import recorder
 
 
@@ -30,20 +31,16 @@ class Ties:
         for parameter, holders in shared:
             self._by_holders[holders, parameter.dtype].append(parameter)
 
-    def sum_gradients(self, group: dist.ProcessGroup, tag: int) -> None:
-        """Collective over the pipeline ranks that share some; where a rank has no gradient it adds zeros.
-
-        Args:
-            group: The pipeline ranks.
-            tag: Messages of another tag are never taken for these.
-        """
+    def sum_gradients(self, group: dist.ProcessGroup) -> None:
+        """Collective over ``group``, the pipeline ranks; where one has no gradient it adds zeros."""
+        messages = Messages(group)
         for (holders, _), parameters in sorted(
             self._by_holders.items(), key=lambda item: (item[0][0], str(item[0][1]))
         ):
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
             with recorder().span(EventKind.COLLECTIVE, name="sum over stages"):
                 if flat.numel():
-                    _sum(flat, holders, group, tag)
+                    _sum(flat, holders, group, messages.tag((holders, flat.numel(), flat.dtype)))
             sizes = [local(parameter).numel() for parameter in parameters]
             for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
                 gradient = local(parameter.grad) if parameter.grad is not None else None
