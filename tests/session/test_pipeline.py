@@ -138,12 +138,13 @@ def test_an_error_on_one_rank_ends_the_cell_with_it(nb: Notebook, rank: int, cou
 def test_ranks_that_raise_each_by_itself_in_and_before_a_step(nb: Notebook, cause: str) -> None:
     """Nobody waits for anybody, and some have begun a step that others have not."""
     made = nb(
-        "%%distributed\npair = [make('zero=1,bucket_mb=0.0005') for _ in range(2)]\n[steps(one, 1) for one in pair]"
+        "%%distributed\npair = [make('zero=1,bucket_mb=0.0005') for _ in range(2)]\n"
+        "def all_steps(to): return [(torch.manual_seed(rank), steps(one, to))[1] for one in pair]\nall_steps(1)"
     )
     assert made.status == "ok", made.error
     output = nb(f"%%distributed\nif rank == 1: {cause}\nwire.extend([1, fault])\nsteps(pair[0], 10)")
     assert "on ranks 0,2-3" in plain(output.error), output.error
-    output = nb("%%distributed -o losses\nwire.clear()\nsteps(pair[0], 3), steps(pair[1], 3)")
+    output = nb("%%distributed -o losses\nwire.clear()\nall_steps(3)")
     assert output.status == "ok", output.error
     assert nb.value("all(before == after for before, after in losses)")
 
