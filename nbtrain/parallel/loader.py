@@ -270,7 +270,7 @@ def loader(
         dataset: With ``len()`` and an index, e.g. ``torch.utils.data.TensorDataset``.
         plan: Resolved against the number of ranks here.
         batch_size: Global, in samples; the number of data-parallel ranks divides it.
-        shuffle: A new order each epoch.
+        shuffle: A new order each epoch of this loader; another one made of the same arguments begins with the first.
         seed: Of the order.
         drop_last: Leave a smaller last batch out; None does, unless ``uneven``. Else it is divided as evenly as it
             goes: ranks' parts then differ by one sample, and `Trainer` weights them.
@@ -285,6 +285,11 @@ def loader(
             sample, or peers have different datasets.
         UsageError: The dataset has no length.
     """
+    if isinstance(dataset, DataLoader | Loader):
+        raise UsageError(
+            f"a {type(dataset).__name__} gives batches, and ranks share samples; give its dataset: "
+            "trainer.loader(loader.dataset, batch_size=...)"
+        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise UsageError(
             f"{type(dataset).__name__} has no len() and no index, so that ranks could not share it; "

@@ -68,7 +68,12 @@ def compute_loss(model: Callable[..., Any], loss_fn: LossFn | None, batch: Batch
     _, targets, named_targets = _parts(loss_fn, batch)
     output = run_model(model, loss_fn, batch)
     with watched() as seen:
-        result = loss_fn(output, *targets, **named_targets)
+        try:
+            result = loss_fn(output, *targets, **named_targets)
+        except TypeError as problem:
+            if not targets and not named_targets:
+                problem.add_note("loss_fn got the model's output alone; type trainer.step(inputs, targets)")
+            raise
     return _read(result, batch.num_samples, [*targets, *named_targets.values()], seen)
 
 
@@ -113,8 +118,8 @@ def _parts(loss_fn: LossFn, batch: Batch) -> tuple[Any, tuple[Any, ...], dict[st
         return batch.positional[0], batch.positional[1:], dict(batch.named)
     if not targets:
         raise UsageError(
-            f"loss_fn takes none of the batch's {', '.join(map(repr, inputs))}; name its parameters after them, "
-            "e.g. loss_fn=lambda output, labels: ..."
+            f"loss_fn takes none of the batch's {', '.join(map(repr, inputs))}; name its parameters after what it "
+            f"needs, e.g. loss_fn=lambda output, {list(inputs)[-1]}: ..., and the model's after the others"
         )
     return inputs, (), targets
 

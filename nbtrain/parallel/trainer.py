@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbtrain.errors import UsageError, nearest
 from nbtrain.parallel import live, shard
@@ -155,7 +156,7 @@ class Trainer:
         """
         require_all_ranks("Trainer.step")
         self._stepper.layout.begin_round()
-        share = Batch.of(batch, named)
+        share = _require_batch(Batch.of(batch, named))
         with live.together(alone=self._stepper.layout.everyone is None), recorder().only_of(self):
             self._stepper.require_whole()  # else a rank that lost it would begin a collective alone
             layout, problem = self._stepper.layout, self._stepper.changes()
@@ -176,6 +177,7 @@ class Trainer:
         """
         require_all_ranks("Trainer.evaluate")
         self._stepper.layout.begin_round()
+        _require_batches(batches)
         stepper = self._stepper
         with live.together(alone=stepper.layout.everyone is None):
             stepper.require_whole()
@@ -183,6 +185,11 @@ class Trainer:
             return self._scalar(
                 evaluate(self.model, stepper.watched_loss, batches, doing, stepper.number, stepper.layout, self._device)
             )
+
+    @property
+    def scheduler(self) -> Any:
+        """Steps the learning rate behind every optimizer step; None without one."""
+        return self._stepper.scheduler
 
     def state_dict(self) -> dict[str, Any]:
         """The whole model under its own names: copies on the CPU, on every rank, tied entries one object.
@@ -201,7 +208,13 @@ class Trainer:
 
         Raises:
             ModelError: Names or shapes differ; nothing was changed.
+            UsageError: It is no state dict.
         """
+        if not isinstance(state, Mapping):
+            raise UsageError(
+                f"{state!r} is no state dict; give torch.load(...) of a file of torch's, or type trainer.load(...) for "
+                "a checkpoint, trainer.import_weights(...) for a safetensors file"
+            )
         if self._stepper.layout.shards:
             shard.reshard(self.model)
         load_full_state_dict(self.model, state, self._stepper.layout)
@@ -244,6 +257,7 @@ class Trainer:
         """
         from nbtrain.parallel.checkpoint.saving import save  # DCP takes half a second to import
 
+        _require_path(directory, "a directory for checkpoints: trainer.save('checkpoints')")
         with on_all_ranks("Trainer.save", self._stepper.number):
             return save(self, directory, keep=keep, blocking=blocking, extra=extra)
 
@@ -268,19 +282,22 @@ class Trainer:
         """
         from nbtrain.parallel.checkpoint.loading import load
 
+        _require_path(path, "what trainer.save was given: trainer.load('checkpoints')")
         with on_all_ranks("Trainer.load", self._stepper.number):
             return load(self, path, strict=strict)
 
     def export_weights(self, path: str | os.PathLike[str]) -> None:
         """Writes the whole model to one safetensors file, under its own names. Collective.
 
-        Tied tensors are there once; the file's metadata has their other names. Rank 0 writes, one tensor at a time.
+        Tied tensors are there once; the file's metadata has their other names. Rank 0 writes, one tensor at a time, and
+        makes folders that are missing.
 
         Raises:
             CheckpointError: On every rank, where rank 0 could not write; an older file stays.
         """
         from nbtrain.parallel.checkpoint.weights import export_weights
 
+        _require_path(path, "a file: trainer.export_weights('model.safetensors')")
         with on_all_ranks("Trainer.export_weights", self._stepper.number):
             export_weights(self, path)
 
@@ -298,6 +315,7 @@ class Trainer:
         """
         from nbtrain.parallel.checkpoint.weights import import_weights
 
+        _require_path(path, "a file: trainer.import_weights('model.safetensors')")
         with on_all_ranks("Trainer.import_weights", self._stepper.number):
             import_weights(self, path, strict=strict)
 
@@ -378,7 +396,8 @@ class Trainer:
 
     @property
     def _model_name(self) -> str:
-        return type(inner(self.model)).__name__
+        kinds = type(inner(self.model)).__mro__  # FSDP makes a class of its own
+        return next(kind for kind in kinds if not issubclass(kind, FSDPModule)).__name__
 
     def _let_go(self) -> None:
         """What a forward outside a step has gathered is not what a rank holds."""
@@ -432,9 +451,38 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
         raise UsageError(f"Trainer has no argument {name!r}; {hint}")
 
 
+def _require_path(path: object, cure: str) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"{path!r} is no path; give {cure}")
+
+
+def _require_batch(batch: Batch) -> Batch:
+    for item in (*batch.positional, *batch.named.values()):
+        if isinstance(item, Dataset | DataLoader | Loader):
+            raise UsageError(
+                f"step takes one batch, not a {type(item).__name__}; type for batch in trainer.loader(dataset, "
+                "batch_size=...): trainer.step(*batch)"
+            )
+    return batch
+
+
+def _require_batches(batches: Any) -> None:
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        raise UsageError(
+            f"evaluate takes batches, and a {type(batches).__name__} gives samples; type "
+            "trainer.evaluate(trainer.loader(dataset, batch_size=..., shuffle=False))"
+        )
+    if isinstance(batches, torch.Tensor | Mapping) or (
+        isinstance(batches, tuple) and len(batches) > 1 and all(isinstance(item, torch.Tensor) for item in batches)
+    ):
+        raise UsageError("evaluate takes several batches; give a single one in a list: trainer.evaluate([(x, y)])")
+
+
 def _check_arguments(loss_fn: LossFn | None, grad_clip: float | None, accumulate: int) -> None:
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn={loss_fn!r} is no function; give e.g. torch.nn.functional.cross_entropy")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise UsageError(f"loss_fn={loss_fn.__name__} is a class; give one of it: loss_fn={loss_fn.__name__}()")
     is_number = isinstance(grad_clip, (int, float)) and not isinstance(grad_clip, bool)
     if grad_clip is not None and not (is_number and grad_clip > 0):
         raise UsageError(f"grad_clip={grad_clip!r} must be a positive norm or None, e.g. grad_clip=1.0")
@@ -443,7 +491,14 @@ def _check_arguments(loss_fn: LossFn | None, grad_clip: float | None, accumulate
 
 
 def _make_scheduler(scheduler: Callable[[Optimizer], Any] | Any | None, optimizer: Optimizer) -> Any:
-    made = scheduler(optimizer) if callable(scheduler) else scheduler
+    try:
+        made = scheduler(optimizer) if callable(scheduler) else scheduler
+    except TypeError as problem:
+        if isinstance(scheduler, type):
+            problem.add_note(
+                f"type scheduler=lambda optimizer: {scheduler.__name__}(optimizer, ...) with what it needs"
+            )
+        raise
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
             "ReduceLROnPlateau steps by a metric, not after every optimizer step; make it yourself with "

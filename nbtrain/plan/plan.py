@@ -67,8 +67,11 @@ class Plan:
     bucket_mb: float | None = None
     hierarchical: bool = False
 
-    def __new__(cls, **fields: Any) -> Self:
+    def __new__(cls, *words: Any, **fields: Any) -> Self:
         # before the generated __init__, which would only say "unexpected keyword argument"
+        if words:
+            text_of = f"; for a text type nt.Plan.parse({words[0]!r})" if isinstance(words[0], str) else ""
+            raise PlanError(f"a plan takes its fields by name, e.g. nt.Plan(zero=3, tp=2){text_of}")
         text.require_fields(fields)
         return super().__new__(cls)
 

@@ -17,6 +17,10 @@ def parse_spec(spec: str) -> dict[str, Any]:
     Raises:
         PlanError: A part is not ``field=value``, names no field, repeats one or has a value of another kind.
     """
+    if not isinstance(spec, str):
+        raise PlanError(f"{spec!r} is no text of a plan; type e.g. nt.Plan.parse('zero=3,tp=2')")
+    if ";" in spec:
+        raise PlanError(f"{spec!r} has a semicolon; fields are separated by commas: {spec.replace(';', ',')!r}")
     values: dict[str, Any] = {}
     for part in filter(None, map(str.strip, _unwrap(spec).split(","))):
         name, word = _halves(part)
@@ -26,11 +30,32 @@ def parse_spec(spec: str) -> dict[str, Any]:
     return values
 
 
+_MEANT = {
+    "dp": "dp_shard=2, or dp_replicate=2 for whole copies",
+    "ddp": "zero=0",
+    "fsdp": "zero=3",
+    "bf16": "precision='bf16'",
+    "fp16": "precision='fp16'",
+    "amp": "precision='bf16'",
+    "dtype": "precision='bf16'",
+    "activation_checkpointing": "recompute='full'",
+    "gradient_checkpointing": "recompute='full'",
+    "cpu_offload": "offload='params+optimizer'",
+    "microbatches": "num_microbatches=8",
+    "stages": "pp=2",
+    "num_stages": "pp=2",
+}
+_AXES = {"data": _MEANT["dp"], "dp": _MEANT["dp"], "tensor": "tp=2", "tp": "tp=2", "pipeline": "pp=2", "pp": "pp=2"}
+"""What people call fields elsewhere, and what to type here."""
+
+
 def require_fields(names: Mapping[str, Any] | set[str]) -> None:
     """Raises `PlanError` for the first name that is no field of a plan."""
     for name in names:
         if name not in CHECKS:
-            raise PlanError(f"a plan has no field {name!r}; {nearest(name, CHECKS)}")
+            axis = name.removesuffix("_size").removesuffix("_degree").removesuffix("_parallel")
+            meant = _MEANT.get(name) or _AXES.get(axis)
+            raise PlanError(f"a plan has no field {name!r}; {f'type {meant}' if meant else nearest(name, CHECKS)}")
 
 
 def spell(value: Any) -> Any:

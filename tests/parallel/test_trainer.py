@@ -2,6 +2,7 @@
 
 import collections
 import json
+from collections.abc import Callable
 from typing import Any
 
 import models
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from parity import rank, world_size
 from ranks import run_ranks
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain as nt
 from nbtrain.errors import BatchError, ModelError, PlanError, UsageError
@@ -20,6 +22,9 @@ from nbtrain.parallel.holdings import holdings
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
+
+
+X = torch.ones(4, 3)
 
 
 class Two(nn.Module):
@@ -129,6 +134,34 @@ def test_a_loss_and_its_count_may_lie_in_buffers() -> None:
     trainer = nt.Trainer(nn.Linear(4, 2), nt.Plan(), **options)
     with pytest.raises(UsageError, match=r"a count of shape \(7, 2\) and dtype bool; return one number"):
         trainer.step(x, y)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cure"),
+    [
+        (lambda trainer, data: trainer.step(data), r"step takes one batch, not a TensorDataset; type for batch in"),
+        (lambda trainer, data: trainer.evaluate(data), r"gives samples; type trainer\.evaluate\(trainer\.loader\("),
+        (lambda trainer, data: trainer.evaluate((X, X)), r"in a list: trainer\.evaluate\(\[\(x, y\)\]\)"),
+        (lambda trainer, data: trainer.evaluate(X), "in a list"),
+        (lambda trainer, data: trainer.loader(DataLoader(data), batch_size=2), "give its dataset"),
+        (lambda trainer, data: trainer.load(None), r"None is no path; give what trainer\.save was given"),
+        (lambda trainer, data: trainer.save(3), "3 is no path"),
+        (lambda trainer, data: trainer.load_state_dict("model.pt"), r"is no state dict; give torch\.load"),
+        (lambda trainer, data: trainer.step(inputs=X, targets=X), r"loss_fn=lambda output, targets: \.\.\."),
+        (
+            lambda trainer, data: nt.Trainer(nn.Linear(3, 3), optimizer=sgd, loss_fn=nn.MSELoss),
+            r"give one of it: loss_fn=MSELoss\(\)",
+        ),
+    ],
+)
+def test_wrong_arguments_are_told_what_to_give(wrong: Callable[..., Any], cure: str) -> None:
+    trainer = nt.Trainer(nn.Linear(3, 3), optimizer=sgd, loss_fn=lambda output, y: (output - y).square().mean())
+    with pytest.raises(UsageError, match=cure):
+        wrong(trainer, TensorDataset(X, X))
+    with pytest.raises(TypeError, match="missing 1 required") as caught:
+        trainer.step(X)
+    assert "type trainer.step(inputs, targets)" in caught.value.__notes__[0]
+    trainer.step(X, X)
 
 
 def test_a_batch_too_small_to_accumulate_is_refused() -> None:

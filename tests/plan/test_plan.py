@@ -5,6 +5,7 @@ import math
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -124,6 +125,25 @@ def test_parameters_that_are_not_sharded_cannot_be_offloaded() -> None:
     Plan(zero=2, offload="params").require_supported()
     with pytest.raises(PlanError, match=r"zero=0 shards no parameters; type zero=3 or zero=2"):
         Plan(zero=0, offload="params").require_supported()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cure"),
+    [
+        (lambda: Plan(dp=2), "type dp_shard=2, or dp_replicate=2"),
+        (lambda: Plan(tensor_parallel=2), "type tp=2"),
+        (lambda: Plan(pp_size=2), "type pp=2"),
+        (lambda: Plan.parse("stages=2"), "type pp=2"),
+        (lambda: Plan(bf16=True), "type precision='bf16'"),
+        (lambda: Plan("tp=2"), r"for a text type nt\.Plan\.parse\('tp=2'\)"),
+        (lambda: Plan(2), "takes its fields by name"),
+        (lambda: Plan.parse(None), "is no text of a plan"),
+        (lambda: Plan.parse("zero=3;tp=2"), "separated by commas: 'zero=3,tp=2'"),
+    ],
+)
+def test_what_people_type_elsewhere_is_told_what_to_type_here(wrong: Callable[[], Plan], cure: str) -> None:
+    with pytest.raises(PlanError, match=cure):
+        wrong()
 
 
 def test_spaces_and_an_empty_text_are_understood() -> None:

@@ -107,7 +107,7 @@ class Reader:
                 beginning = file.read(8)
                 if beginning.startswith(_ZIP):
                     raise CheckpointError(
-                        f"{path} is a file of torch.save; type trainer.load_state_dict(torch.load({path.name!r})), or "
+                        f"{path} is a file of torch.save; type trainer.load_state_dict(torch.load({str(path)!r})), or "
                         "write it again with safetensors"
                     )
                 length = struct.unpack("<Q", beginning)[0]
