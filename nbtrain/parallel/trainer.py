@@ -144,7 +144,8 @@ class Trainer:
 
         A rank whose batch has 0 samples (`nbtrain.loader` with ``uneven=True``) joins: it adds nothing and takes part.
 
-        A step that raises leaves weights and optimizer as they were, and the trainer usable.
+        A step that raises leaves weights and optimizer as they were, and the trainer usable. Where the optimizer itself
+        raises, some weights may be stepped: the trainer says so until a checkpoint is loaded.
 
         Returns:
             The global mean loss before the optimizer's step: 0-d, float32, the same on all ranks. A mean loss is
@@ -360,7 +361,8 @@ class Trainer:
         kept. Collective. As text it is a table, by rank::
 
             busy ms       the rank's own work in forwards and backwards, in which it had a core
-            wall ms       how long they took: more than busy where ranks share cores
+            wall ms       how long they took: more than busy where ranks share cores, and where collectives are inside
+                          of them, which wait for other ranks (FSDP's gathers, tensor parallelism's sums)
             waiting ms    for messages of other stages
             measured      (the step's time - wall) / wall: the bubble as the clock showed it
             replayed      the bubble if each rank had a device, by the least busy time of each action
