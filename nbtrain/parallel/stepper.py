@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,12 +212,13 @@ class Stepper:
             self.layout.usage.clear_unused(settled.marks)
         gradients.scale(self.parameters, settled.factor)
         if not settled.skipped:
-            with recorder().span(EventKind.OPTIMIZER):
-                self._step_optimizer()
+            with self._whole_or_mixed():
+                with recorder().span(EventKind.OPTIMIZER):
+                    self._step_optimizer()
+                if self.mirror is not None:
+                    self.mirror.step(settled.factor)
             if isinstance(self.model, ShardedUpdate):
                 self.model.owed = True
-            if self.mirror is not None:
-                self.mirror.step(settled.factor)
         self.reference, self.grad_norm, self.scaling = settled.reference, settled.grad_norm, settled.scaling
         self._settled, self._snapshot = settled, None
         self.phase = Phase(Stage.STEPPED, self.phase.step)
@@ -225,12 +226,17 @@ class Stepper:
             self.scheduler.step()
 
     def _step_optimizer(self) -> None:
+        if "optimizer" in (self.layout.plan.offload or ()):
+            offload.step(self.optimizer, is_elementwise(self.optimizer))
+        else:
+            self.optimizer.step()
+
+    @contextlib.contextmanager
+    def _whole_or_mixed(self) -> Iterator[None]:
+        """Around the optimizer: where it raises, nobody knows which parameters it has stepped."""
         try:
-            if "optimizer" in (self.layout.plan.offload or ()):
-                offload.step(self.optimizer, is_elementwise(self.optimizer))
-            else:
-                self.optimizer.step()
-        except BaseException as problem:  # nobody knows which parameters it has stepped
+            yield
+        except BaseException as problem:
             self.mixed = (
                 f"the optimizer raised in step {self.phase.step} ({first_line(problem)}): some weights may be a step "
                 "ahead of others; load a checkpoint (trainer.load), or make the model and the trainer again"
@@ -317,7 +323,8 @@ class Stepper:
         """What learning rates have in common on all ranks; the stages of a pipeline may have groups of their own."""
         if self.layout.stages is not None:
             return 0.0
-        return sum(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups)
+        rates = (group.get("lr") for group in self.optimizer.param_groups)
+        return sum(float(rate) for rate in rates if isinstance(rate, int | float | torch.Tensor))
 
     @property
     def _divisor(self) -> float:
