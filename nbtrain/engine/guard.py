@@ -169,6 +169,9 @@ def _message(name: str, inner: Any, signature: inspect.Signature, args: Any, kwa
     given, group = _seen(signature, args, kwargs)
     if group is None:
         return inner(*args, **kwargs)
+    is_own = _is_from_cell()
+    if given.get("tag") and not is_own:  # nbtrain's, each exchange with a tag of its own: names for ever new ones
+        return _counted(group, inner, args, kwargs)
     sends = name.endswith("send")
     peer = _peer(given, "dst" if sends else "src", group)
     call = _described(fingerprint.of_message, name, given["tensor"])
@@ -178,7 +181,7 @@ def _message(name: str, inner: Any, signature: inspect.Signature, args: Any, kwa
     shown = _shown(call, agreement, 0) if call is not None and name in ("send", "recv") else nullcontext()
     with shown:
         result = _counted(group, inner, args, kwargs)
-    if name in ("isend", "irecv") and _is_from_cell():
+    if name in ("isend", "irecv") and is_own:
         _keep(group, result)
     if agreement is None and isinstance(result, int):  # from anyone: now it is known from whom
         _between(group, result, sends, given.get("tag", 0))

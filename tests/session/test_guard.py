@@ -217,6 +217,20 @@ float(t[0])""")
     assert nb.value("heard[0]") == 4.0
 
 
+def test_exchanges_of_trainers_leave_no_names_behind(nb: Notebook) -> None:
+    output = nb("""%%distributed -o names
+from nbtrain.engine import guard
+torch.manual_seed(0)
+trainer = nt.Trainer(torch.nn.Linear(4, 4), nt.Plan(zero=1), loss_fn=torch.nn.functional.mse_loss,
+                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+counts = guard._state.ledger._counts
+trainer.step(torch.ones(4, 4), torch.ones(4, 4)); before = len(counts)
+for _ in range(5): trainer.step(torch.ones(4, 4), torch.ones(4, 4))
+len(counts) - before""")
+    assert output.status == "ok", plain(output.error)
+    assert nb.value("max(names)") == 0
+
+
 def test_functions_keep_their_signatures(nb: Notebook) -> None:
     output = nb("%%distributed\nimport inspect\nprint(inspect.signature(dist.all_reduce)); print(dist.isend.__name__)")
     assert output.stdout.splitlines()[0].startswith("(tensor, op=")
