@@ -166,7 +166,7 @@ class Stepper:
         # on its way to another rank, which mirrors another one and has begun no step
         return {**vars(self), "mirror": None, "_snapshot": None, "_stand_in": StandIn()}
 
-    def require_whole(self) -> None:
+    def require_usable(self) -> None:
         """Raises where a part of the model or its optimizer died with a rank, or a step ended in its middle.
 
         Raises:
@@ -174,7 +174,11 @@ class Stepper:
         """
         if self.lost or self.mixed:
             raise SessionError(self.lost or self.mixed)
-        self._gather()  # what an interruption has left owed, on all ranks alike
+
+    def require_whole(self) -> None:
+        """As `require_usable`, and gathers what an interruption has left owed, on all ranks alike. Collective."""
+        self.require_usable()
+        self._gather()
 
     def rest(self) -> None:
         """Drops a step that came to no end, and gathers what an interruption has left owed. Collective."""

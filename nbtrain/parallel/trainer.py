@@ -156,6 +156,7 @@ class Trainer:
             GradientError: With ``grad_clip``: the norm is not finite. With fp16: no scale makes it finite.
         """
         require_all_ranks("Trainer.step")
+        self._stepper.require_usable()
         self._stepper.layout.begin_round()
         share = _require_batch(Batch.of(batch, named))
         with live.together(alone=self._stepper.layout.everyone is None), recorder().only_of(self):
@@ -177,6 +178,7 @@ class Trainer:
             BatchError: Ranks have different numbers of batches, or nothing in them counts.
         """
         require_all_ranks("Trainer.evaluate")
+        self._stepper.require_usable()
         self._stepper.layout.begin_round()
         _require_batches(batches)
         stepper = self._stepper
