@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -86,6 +87,18 @@ def _role(process: psutil.Process, server: psutil.Process, ranks: list[int]) -> 
     return "kernel" if "ipykernel_launcher" in command else "fork server, controller, store"
 
 
+def _answer(request: urllib.request.Request) -> Any:
+    """The server writes its file before it listens."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return urllib.request.urlopen(request, timeout=30)
+        except urllib.error.URLError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
 class _Server:
     """JupyterLab behind binder/start, with a home of its own."""
 
@@ -115,7 +128,7 @@ class _Server:
             data=b'{"name": "python3"}',
             headers={"Authorization": f"token {self._info['token']}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with _answer(request) as answer:
             identity = json.load(answer)["id"]
         return AttachedNotebook(self._file(f"kernel-{identity}.json"))
 

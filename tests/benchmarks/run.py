@@ -51,7 +51,8 @@ def main() -> None:
     rows = []
     for name in options.only:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        rows += benchmarks[name]()
+        rows += (found := benchmarks[name]())
+        print(render(found), file=sys.stderr, flush=True)  # else an error in the next would take it away
     table = f"{render(rows)}\n\n{conditions()}"
     print(table)
     if options.only == ALL and not options.quick and not rewrite(README, table):
