@@ -85,7 +85,7 @@ class Layout:
         groups = [self.everyone, self.peers, self.stages]
         if isinstance(self.result, ShardedUpdate):
             groups.append(self.result.shard_group)
-        begin_round({id(group): group for group in groups if group is not None}.values())
+        begin_round({group for group in groups if group is not None})
 
     @property
     def shards(self) -> bool:

@@ -30,8 +30,9 @@ def parse_spec(spec: str) -> dict[str, Any]:
     return values
 
 
+_DATA = "dp_shard=2, or dp_replicate=2 for whole copies"
+_AXES = {"data": _DATA, "dp": _DATA, "tensor": "tp=2", "tp": "tp=2", "pipeline": "pp=2", "pp": "pp=2"}
 _MEANT = {
-    "dp": "dp_shard=2, or dp_replicate=2 for whole copies",
     "ddp": "zero=0",
     "fsdp": "zero=3",
     "bf16": "precision='bf16'",
@@ -45,7 +46,6 @@ _MEANT = {
     "stages": "pp=2",
     "num_stages": "pp=2",
 }
-_AXES = {"data": _MEANT["dp"], "dp": _MEANT["dp"], "tensor": "tp=2", "tp": "tp=2", "pipeline": "pp=2", "pp": "pp=2"}
 """What people call fields elsewhere, and what to type here."""
 
 

@@ -26,6 +26,10 @@ class Fault(Exception):
     pass
 
 
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
 def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
@@ -69,8 +73,7 @@ def test_gradients_may_arrive_at_a_stage_whose_schedule_broke() -> None:
         def trainer_of() -> nt.Trainer:
             torch.manual_seed(0)
             plan = nt.Plan(pp=2, num_microbatches=2)
-            optimizer = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
-            return nt.Trainer(models.Noisy(), plan, optimizer=optimizer, loss_fn=models.token_mean)
+            return nt.Trainer(models.Noisy(), plan, optimizer=sgd, loss_fn=models.token_mean)
 
         ids = torch.randint(models.V, (4, models.T), generator=torch.Generator().manual_seed(0))
         trainer, undisturbed = trainer_of(), trainer_of()
@@ -101,8 +104,7 @@ def test_what_was_sent_is_kept_until_it_is_taken(schedule: str, num_ranks: int, 
         torch.manual_seed(0)
         count = 16
         plan = nt.Plan(pp=num_ranks, num_microbatches=count, schedule=schedule)
-        make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
-        trainer = nt.Trainer(models.Noisy(depth=4), plan, optimizer=make, loss_fn=models.token_mean)
+        trainer = nt.Trainer(models.Noisy(depth=4), plan, optimizer=sgd, loss_fn=models.token_mean)
         ids = torch.randint(models.V, (count, models.T), generator=torch.Generator().manual_seed(0))
         sent, kept, send, wait = [0], [0], stage.Stage._send, stage.Stage.wait
         held: list[Any] = []
@@ -154,10 +156,9 @@ def test_what_a_backward_left_is_taken_by_no_other_models_gradients(other: int) 
 
         def trainer_of(width: int) -> nt.Trainer:
             torch.manual_seed(0)
-            make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
             model = nn.Sequential(*(Layer(number, width) for number in range(4)))
             plan = nt.Plan(zero=1, bucket_mb=0.0005)
-            return nt.Trainer(model, plan, optimizer=make, loss_fn=nn.functional.mse_loss)
+            return nt.Trainer(model, plan, optimizer=sgd, loss_fn=nn.functional.mse_loss)
 
         def step(trainer: nt.Trainer, width: int) -> torch.Tensor:
             return trainer.step(torch.ones(4, width), torch.zeros(4, width))
@@ -194,9 +195,8 @@ def test_memory_does_not_grow_with_the_microbatches(schedule: str) -> None:
         for count in (4, 16):
             torch.manual_seed(0)
             plan = nt.Plan(pp=2, num_microbatches=count, schedule=schedule)
-            make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
             model = nn.Sequential(*(Wide() for _ in range(4)))
-            trainer = nt.Trainer(model, plan, optimizer=make, loss_fn=nn.functional.mse_loss)
+            trainer = nt.Trainer(model, plan, optimizer=sgd, loss_fn=nn.functional.mse_loss)
             x = torch.ones(1024 * count, 512)
             trainer.step(x[:count], x[:count])
             seen = [base := process.memory_info().rss]

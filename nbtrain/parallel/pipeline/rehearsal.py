@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from nbtrain.errors import ModelError, NbtrainError, first_line
 from nbtrain.parallel.cell import unheard
@@ -60,7 +60,7 @@ class Rehearsal:
             forward: Gets a copy of ``given``: the model may write into its inputs.
             given: Tensors in any form.
         """
-        copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, given)
+        copies = tree_map_only(torch.Tensor, torch.clone, given)
         inputs = [(leaf, leaf._version) for leaf in tree_leaves(copies) if isinstance(leaf, torch.Tensor)]
         with (
             _plain_parameters(model, self._device) as parameters,
@@ -108,7 +108,7 @@ class Rehearsal:
             metas = [self._meta(unit, leaf, grown, given) for leaf in (*leaves, *ran.kept.values())]
         call = Call(unit, tuple(metas), form, tuple(ran.kept), reads, parameters, ran.cost)
         self._calls.append(call)
-        stand_ins = [self._blank(Value(position, index), meta, given) for index, meta in enumerate(metas)]
+        stand_ins = [self._stand_in(Value(position, index), meta, given) for index, meta in enumerate(metas)]
         self._leave(unit, call, stand_ins)
         return call.output(stand_ins)
 
@@ -157,7 +157,7 @@ class Rehearsal:
             )
         return leaf
 
-    def _blank(self, value: Value, meta: Any, given: list[Any]) -> Any:
+    def _stand_in(self, value: Value, meta: Any, given: list[Any]) -> Any:
         if isinstance(meta, Passed):
             return given[meta.index]
         if not isinstance(meta, Meta):

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtrain.errors import ModelError
@@ -97,7 +97,7 @@ class Twins:
                     if tensor is not None and tensor.is_meta:
                         slots[name] = made.setdefault(id(tensor), self._constant(tensor))
         watch = _Randomness()  # type: ignore[no-untyped-call]
-        given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        given = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         with _Kept(module) as kept, _untouched(unit, given), torch.random.fork_rng(devices=[]), watch:
             output = _in_modes(module, modes)(*given[0], **given[1])
         _require_no_numbers(unit, output)
